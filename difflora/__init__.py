@@ -1,0 +1,43 @@
+"""difflora: the LoRA loader and composer for diffusers pipelines.
+
+Names are imported when first used, so `import difflora` stays fast and needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from difflora.attach import attach, detach
+    from difflora.bind import bind
+    from difflora.compose import compose
+    from difflora.formats.errors import DiffLoRAError
+    from difflora.load import load
+    from difflora.types import Adapter, LoadReport
+
+__version__ = "0.1.0"
+__all__ = ["Adapter", "DiffLoRAError", "LoadReport", "__version__", "attach", "bind", "compose", "detach", "load"]
+
+_WHERE = {
+    "attach": "attach",
+    "detach": "attach",
+    "bind": "bind",
+    "compose": "compose",
+    "load": "load",
+    "DiffLoRAError": "formats.errors",
+    "Adapter": "types",
+    "LoadReport": "types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'difflora' has no attribute {name!r}")
+    value = getattr(import_module(f"difflora.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,142 @@
+"""The words that every part of the library speaks: plain frozen dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from difflora.formats.errors import DiffLoRAError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from difflora.deltas import Delta
+
+__all__ = [
+    "Adapter",
+    "BoundAdapter",
+    "DiffLoRAError",
+    "LoadReport",
+    "Mix",
+    "Mode",
+    "Part",
+    "Section",
+    "Stack",
+    "Strength",
+]
+
+Mode = Literal["auto", "merged", "kernel"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Adapter:
+    """One LoRA file, normalised: component -> canonical (diffusers) module path -> delta.
+
+    `layout` is how the file spells it ("kohya", "diffusers", "peft", ...), `family` the model it is for ("flux",
+    "flux|chroma" while several remain, None if unknown).  `metadata` is the file's own.  `name` is what it is called
+    unless the user names it, `aliases` are other names it answers to.
+    """
+
+    source: str
+    name: str
+    layout: str
+    family: str | None
+    components: Mapping[str, Mapping[str, Delta]]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    path: str | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Section:
+    """A delta and the rows [start, stop) of one real module that it changes.  `path` is its canonical name."""
+
+    path: str
+    delta: Delta
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BoundAdapter:
+    """An adapter matched to one model: component -> real module path -> the sections that act on it."""
+
+    adapter: Adapter
+    sections: Mapping[str, Mapping[str, tuple[Section, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did, or would do.
+
+    `matched` and `unmatched` are `component.path` names of the file, `untouched` the modules of the model in the
+    components that the file names, but which it does not change.  `kinds` counts deltas by kind, `ranks` lists the
+    ranks met.  `partial` is true when part of the file has no module here.
+    """
+
+    name: str
+    source: str
+    layout: str
+    family: str | None
+    matched: tuple[str, ...]
+    unmatched: tuple[str, ...] = ()
+    untouched: tuple[str, ...] = ()
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    ranks: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def partial(self) -> bool:
+        """Whether some modules of the file were not applied."""
+        return bool(self.unmatched)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
+        ranks = str(self.ranks[0]) if len(self.ranks) == 1 else f"{self.ranks[0]}..{self.ranks[-1]}" if self.ranks else "-"
+        lines = [
+            f"{self.name}: {self.layout} layout, family {self.family or 'unknown'}, {kinds}, rank {ranks}",
+            f"  matched {len(self.matched)}, unmatched {len(self.unmatched)}, untouched {len(self.untouched)}",
+        ]
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+
+
+@dataclass(frozen=True, slots=True)
+class Strength:
+    """How strongly one adapter acts: per component, and per block pattern within components.
+
+    Weight of a module = weight of its component (`default` if not listed) x the weight of the longest pattern that
+    matches it (1 if none does).  `patterns` are (component or "" for any, pattern, weight).
+    """
+
+    default: float = 1.0
+    components: tuple[tuple[str, float], ...] = ()
+    patterns: tuple[tuple[str, str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """What one request asks for: adapters by name, each with its strength.  Hashable; the empty mix is the base."""
+
+    items: tuple[tuple[str, Strength], ...] = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Part:
+    """Rows [start, stop) of the module get b[:, :] @ (scale * a[first:last]); b: [stop - start, last - first]."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    b: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Stack:
+    """Everything that acts on one module: a: [R, in * kernel] (each distinct A once), and the parts that read it."""
+
+    a: Tensor
+    parts: tuple[Part, ...]
