@@ -1,12 +1,48 @@
-"""The rule language: which modules a model family has, how other code bases name them, and which of them are fused.
+"""The rule language: which modules a network has, how other code bases name them, and which of them are fused.
 
 A `Rule` reads: "`source` holds these `sections`, stacked along the output dimension, with these row counts".  A rename
 is a rule with one section; splitting and joining are one rule read in two directions.  `{i}`, `{j}`, `{k}` stand for
-layer numbers: the depth of a model is never written down.
+layer numbers: the depth of a model is never written down.  A flattened spelling (`.` became `_`) is derived from the
+dotted one when a table is built, so a lost dot is never guessed back.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+Span = tuple[int, int]
+
+# A number, or a capture that stands for one, between separators: `linear_1` has one, `attn1` has none.
+_NUMBER = re.compile(r"(?<![^._])(?:\d+|\{\w+\})(?![^._])")
+
+
+def outline(name: str) -> tuple[str, tuple[str, ...]]:
+    """`name` with every number replaced by `#`, and the numbers as written: `to_out.0` gives `to_out.#`, `("0",)`."""
+    return _NUMBER.sub("#", name), tuple(_NUMBER.findall(name))
+
+
+class Table(Generic[T]):
+    """Values by name pattern.  A name is found in one step, however many patterns and layers there are."""
+
+    def __init__(self, rows: Iterable[tuple[str, T]]) -> None:
+        self._rows: dict[str, list[tuple[tuple[str, ...], T]]] = {}
+        for pattern, value in rows:
+            shape, numbers = outline(pattern)
+            self._rows.setdefault(shape, []).append((numbers, value))
+
+    def find(self, shape: str, numbers: tuple[str, ...]) -> Iterator[tuple[T, dict[str, str]]]:
+        """The value of each pattern that fits an outlined name, with what its captures stand for."""
+        for wanted, value in self._rows.get(shape, ()):
+            captures = dict(zip(wanted, numbers, strict=True))
+            if all(
+                given == captures[want] if want[0] == "{" else given == want
+                for want, given in zip(wanted, numbers, strict=True)
+            ):
+                yield value, captures
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,32 +60,98 @@ class Rule:
     rows: tuple[str | int, ...] = ()
     perm: tuple[int, ...] = ()
 
+    def spans(self, rows: int, cols: int) -> tuple[tuple[Span, ...], ...] | None:
+        """The row blocks of each section in a delta [rows, cols]; None where the row counts do not add up."""
+        if not self.rows:
+            return ((),) * len(self.sections)
+        known = [cols if row == "D" else row for row in self.rows]
+        symbols = sum(isinstance(row, str) for row in known)
+        rest = rows - sum(row for row in known if isinstance(row, int))
+        share, odd = divmod(rest, symbols) if symbols else (1, rest)
+        if odd or share < 1:
+            return None
+        edges = accumulate((row if isinstance(row, int) else share for row in known), initial=0)
+        blocks = tuple(pairwise(edges))
+        return (tuple(blocks[i] for i in self.perm),) if self.perm else tuple((block,) for block in blocks)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
+class Network:
+    """The modules of one network: canonical names, and rules from other names to them."""
+
+    rules: tuple[Rule, ...]
+    names: tuple[str, ...]
+
+    def find(self, shape: str, numbers: tuple[str, ...], flat: bool) -> dict[tuple[str, ...], Rule]:
+        """Every meaning of an outlined module name, as the canonical paths of its sections and the rule to them."""
+        return {
+            tuple(_fill(section, captures) for section in rule.sections): rule
+            for rule, captures in (self._flat if flat else self._dotted).find(shape, numbers)
+        }
+
+    @cached_property
+    def _dotted(self) -> Table[Rule]:
+        return Table((rule.source, rule) for rule in self._all())
+
+    @cached_property
+    def _flat(self) -> Table[Rule]:
+        return Table((rule.source.replace(".", "_"), rule) for rule in self._all())
+
+    def _all(self) -> Iterator[Rule]:
+        yield from (Rule(name, (name,)) for name in self.names)
+        yield from self.rules
+
+
+def _fill(pattern: str, captures: Mapping[str, str]) -> str:
+    for capture, number in captures.items():
+        if capture[0] == "{":
+            pattern = pattern.replace(capture, number)
+    return pattern
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A text encoder of a family: the component that holds it, its modules, and the places of a file that mean it."""
+
+    component: str
+    network: Network
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Family:
-    """One model family: rules from native to canonical (diffusers) names, and canonical names that need no rule."""
+    """One model family.
+
+    `widths` are published sizes (rows, columns; None is any) by `component.path` pattern, used for nothing but telling
+    families apart.  `marks` are how metadata begin that name the family.
+    """
 
     name: str
     denoiser: str
-    rules: tuple[Rule, ...]
-    names: tuple[str, ...] = ()
-    dims: Mapping[str, int] = field(default_factory=dict)
-    encoders: Mapping[str, str] = field(default_factory=dict)
+    network: Network
+    encoders: tuple[Encoder, ...] = ()
+    widths: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
+    marks: tuple[str, ...] = ()
+
+    @cached_property
+    def published(self) -> Table[tuple[int | None, int | None]]:
+        """`widths`, ready to be looked up."""
+        return Table(self.widths.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One canonical module and the tensors of the file that change it.
 
-    `keys` maps a role (`down`, `up`, `mid`, `alpha`) to the key in the file.  `rows` are the row blocks [start, stop) of
-    the file's delta that make up this module's rows, in order; empty means all of them.
+    `keys` maps a role (`down`, `up`, `mid`, `alpha`) to the key in the file.  `rows` are the row blocks [start, stop)
+    of the file's delta that make up this module's rows, in order; empty means all of them.
     """
 
     component: str
     path: str
     kind: str
     keys: Mapping[str, str]
-    rows: tuple[tuple[int, int], ...] = ()
+    rows: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

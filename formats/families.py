@@ -1,0 +1,8 @@
+"""The model families that are known.  Their order decides nothing but the order of names in messages."""
+
+from difflora.formats.flux import FLUX
+from difflora.formats.rules import Family
+from difflora.formats.sd import SD1, SD2
+from difflora.formats.sdxl import SDXL
+
+FAMILIES: tuple[Family, ...] = (SD1, SD2, SDXL, FLUX)

@@ -1,0 +1,57 @@
+"""The text encoders that families share.  Canonical CLIP names are the long ones (`text_model.encoder.layers.0...`)."""
+
+from difflora.formats.rules import Network, Rule, outline
+
+_LAYER = "encoder.layers.{i}."
+_PROJECTIONS = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out.0": "out_proj"}
+_CLIP_NAMES = (
+    "embeddings.token_embedding",
+    "embeddings.position_embedding",
+    *(f"{_LAYER}self_attn.{name}" for name in _PROJECTIONS.values()),
+    *(f"{_LAYER}{name}" for name in ("mlp.fc1", "mlp.fc2", "layer_norm1", "layer_norm2")),
+    "final_layer_norm",
+)
+
+CLIP = Network(
+    names=(*(f"text_model.{name}" for name in _CLIP_NAMES), "text_projection"),
+    rules=(
+        # transformers 5 names a CLIPTextModel's modules without `text_model.`.
+        *(Rule(name, (f"text_model.{name}",)) for name in _CLIP_NAMES),
+        # The first diffusers files name the projections after the UNet's.
+        *(
+            Rule(f"{root}{_LAYER}self_attn.{old}", (f"text_model.{_LAYER}self_attn.{new}",))
+            for root in ("text_model.", "")
+            for old, new in _PROJECTIONS.items()
+        ),
+    ),
+)
+
+T5 = Network(
+    names=(
+        "shared",
+        "encoder.embed_tokens",
+        "encoder.final_layer_norm",
+        *(
+            f"encoder.block.{{i}}.layer.0.SelfAttention.{name}"
+            for name in ("q", "k", "v", "o", "relative_attention_bias")
+        ),
+        *(f"encoder.block.{{i}}.layer.1.DenseReluDense.{name}" for name in ("wi", "wi_0", "wi_1", "wo")),
+        *(f"encoder.block.{{i}}.layer.{n}.layer_norm" for n in (0, 1)),
+    ),
+    rules=(),
+)
+
+
+def clip_widths(component: str, width: int) -> dict[str, tuple[int | None, int | None]]:
+    """The attention sizes of a CLIP of this width."""
+    path = f"{component}.text_model.{_LAYER}self_attn."
+    return {path + name: (width, width) for name in _PROJECTIONS.values()}
+
+
+def canonical(component: str, path: str) -> str:
+    """The long name of a text encoder's module, whichever the installed transformers uses; other paths as they are."""
+    if component.startswith("text_encoder"):
+        for network in (CLIP, T5):
+            for sections in network.find(*outline(path), flat=False):
+                return sections[0]
+    return path
