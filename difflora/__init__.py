@@ -9,22 +9,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from difflora.attach import attach, detach
-    from difflora.bind import bind
-    from difflora.compose import compose
+    from difflora.attaching import attach, detach
+    from difflora.binding import bind
+    from difflora.composing import compose
     from difflora.formats.errors import DiffLoRAError
-    from difflora.load import load
+    from difflora.loading import load
     from difflora.types import Adapter, LoadReport
 
 __version__ = "0.1.0"
 __all__ = ["Adapter", "DiffLoRAError", "LoadReport", "__version__", "attach", "bind", "compose", "detach", "load"]
 
 _WHERE = {
-    "attach": "attach",
-    "detach": "attach",
-    "bind": "bind",
-    "compose": "compose",
-    "load": "load",
+    "attach": "attaching",
+    "detach": "attaching",
+    "bind": "binding",
+    "compose": "composing",
+    "load": "loading",
     "DiffLoRAError": "formats.errors",
     "Adapter": "types",
     "LoadReport": "types",

@@ -23,8 +23,9 @@ class LowRank:
     """LoRA, LoCon, LoCon with a Tucker core, DyLoRA, and LoRA of an embedding table.
 
     down: [r, in] or [r, in, kh, kw]; up: [out, r] or [out, r, 1, 1]; mid: [r, r, kh, kw] with down [r, in, 1, 1].
-    `alpha` is as the file has it (a one-element tensor, a number, or None for "no alpha": scale 1).  Nothing is
-    multiplied in before `dense` or `low_rank`.
+    `alpha` is as the file has it (a one-element tensor, a number, or None for "no alpha": scale 1).  `blocks` are the
+    row blocks [start, stop) of `up` that this delta is, in that order (all of them if empty): the parts of a fused
+    module share their tensors.  Nothing is multiplied, cut or copied before `dense` or `low_rank`.
     """
 
     down: Tensor
@@ -32,6 +33,7 @@ class LowRank:
     mid: Tensor | None = None
     alpha: Tensor | float | None = None
     rslora: bool = False
+    blocks: tuple[tuple[int, int], ...] = ()
 
     @property
     def kind(self) -> str:
@@ -47,7 +49,8 @@ class LowRank:
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight this delta is for: [out, in] or [out, in, kh, kw]."""
         kernel = self.down.shape[2:] if self.mid is None else self.mid.shape[2:]
-        return (int(self.up.shape[0]), int(self.down.shape[1]), *(int(k) for k in kernel))
+        rows = sum(stop - start for start, stop in self.blocks) if self.blocks else int(self.up.shape[0])
+        return (rows, int(self.down.shape[1]), *(int(k) for k in kernel))
 
     @property
     def scale(self) -> float:
@@ -68,16 +71,17 @@ class LowRank:
         return tuple(t for t in held if isinstance(t, torch.Tensor))
 
     def rows(self, blocks: Sequence[tuple[int, int]]) -> LowRank:
-        """The delta of those row blocks [start, stop) alone, in that order.  `down` is shared, `up` a view if it can be."""
-        parts = [self.up[start:stop] for start, stop in blocks]
-        return replace(self, up=parts[0] if len(parts) == 1 else torch.cat(parts))
+        """The delta of those row blocks [start, stop) alone, in that order; every tensor is shared."""
+        assert not self.blocks, "a delta is cut once, from the file's own rows"
+        return replace(self, blocks=tuple(blocks))
 
     def low_rank(self) -> tuple[Tensor, Tensor]:
         """(a: [r, in * kh * kw], b: [out, r]) in fp32 with `scale * b @ a` = `dense()` flattened; exact for every form.
 
         A Tucker core is contracted into a: a[m, j, k, l] = sum_n mid[m, n, k, l] down[n, j] (LyCORIS, locon.py).
         """
-        down, up = self.down.float(), self.up.float().flatten(1)
+        up = torch.cat([self.up[start:stop] for start, stop in self.blocks]) if self.blocks else self.up
+        down, up = self.down.float(), up.float().flatten(1)
         if self.mid is not None:
             down = torch.einsum("mnkl,nj->mjkl", self.mid.float(), down.flatten(1))
         return down.flatten(1), up

@@ -94,7 +94,9 @@ class LoadReport:
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
-        ranks = str(self.ranks[0]) if len(self.ranks) == 1 else f"{self.ranks[0]}..{self.ranks[-1]}" if self.ranks else "-"
+        ranks = (
+            str(self.ranks[0]) if len(self.ranks) == 1 else f"{self.ranks[0]}..{self.ranks[-1]}" if self.ranks else "-"
+        )
         lines = [
             f"{self.name}: {self.layout} layout, family {self.family or 'unknown'}, {kinds}, rank {ranks}",
             f"  matched {len(self.matched)}, unmatched {len(self.unmatched)}, untouched {len(self.untouched)}",

@@ -1,0 +1,78 @@
+"""The engine's own copies of an adapter's factors: checked, one copy per tensor, on the device of their modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from difflora.formats.errors import DiffLoRAError
+from difflora.types import BoundAdapter, Section
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_HOST = torch.device("cpu")
+
+
+def home(module: nn.Module) -> torch.device:
+    """Where factors for this module belong: with a weight on an accelerator, else in host memory."""
+    weight = module._parameters.get("weight")
+    return weight.device if weight is not None and weight.device.type not in ("meta", "cpu") else _HOST
+
+
+def own(
+    bound: BoundAdapter, modules: Mapping[str, Mapping[str, nn.Module]], device: torch.device | None = None
+) -> BoundAdapter:
+    """The same sections on copies of the factors; on `device`, or each at its module's `home`.
+
+    A file may be rewritten or deleted while its adapter is loaded, and a caller may change the state dict it passed, so
+    the tensors given are not kept.  Raises DiffLoRAError for NaN, infinite or meta tensors.
+    """
+    copies: dict[tuple[int, torch.device], Tensor] = {}
+
+    def copied(tensor: Tensor, path: str, place: torch.device) -> Tensor:
+        key = id(tensor), place
+        if key not in copies:
+            copies[key] = _checked(tensor, place, f"{bound.adapter.source}: {path}")
+        return copies[key]
+
+    def section(part: Section, component: str, real: str) -> Section:
+        delta, path = part.delta, f"{component}.{part.path}"
+        place = device or home(modules[component][real])
+        down, up = copied(delta.down, path, place), copied(delta.up, path, place)
+        mid = None if delta.mid is None else copied(delta.mid, path, place)
+        alpha = copied(delta.alpha, path, _HOST) if isinstance(delta.alpha, torch.Tensor) else delta.alpha
+        return replace(part, delta=replace(delta, down=down, up=up, mid=mid, alpha=alpha))
+
+    sections = {
+        component: {real: tuple(section(p, component, real) for p in parts) for real, parts in sites.items()}
+        for component, sites in bound.sections.items()
+    }
+    return replace(bound, sections=sections)
+
+
+def _checked(tensor: Tensor, place: torch.device, what: str) -> Tensor:
+    if tensor.is_meta:
+        raise DiffLoRAError(f"{what} has no values (meta tensors); load the real file.")
+    copy = tensor.detach().to(place, copy=True)
+    # isfinite has no fp8 kernel
+    if not bool(torch.isfinite(copy.float() if copy.element_size() == 1 else copy).all()):
+        raise DiffLoRAError(
+            f"{what} holds NaN or infinite values; the file is damaged or its training diverged. Nothing was changed."
+        )
+    return copy
+
+
+def tensors(bound: BoundAdapter) -> tuple[Tensor, ...]:
+    """Every distinct tensor that the sections hold."""
+    held = (
+        tensor
+        for sites in bound.sections.values()
+        for parts in sites.values()
+        for part in parts
+        for tensor in part.delta.tensors
+    )
+    return tuple({id(tensor): tensor for tensor in held}.values())

@@ -1,0 +1,187 @@
+"""From a source to an `Adapter`: the only reader of weight files.
+
+Tensors come memory-mapped and stay as the file has them: raw alpha, own dtype, nothing multiplied or copied.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from difflora import peft_config
+from difflora.deltas import LowRank
+from difflora.formats.errors import DiffLoRAError, some
+from difflora.formats.match import explain
+from difflora.formats.rules import Entry
+from difflora.sources import Hub, Place, locate
+from difflora.types import Adapter
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from difflora.deltas import Delta
+    from difflora.peft_config import Scaling
+
+Source = str | Path | Mapping[str, "Tensor"]
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+_unnamed = itertools.count()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Raw:
+    """The tensors of a source as they are stored, and what lies beside them."""
+
+    source: str
+    name: str
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    config: str | None = None
+    path: str | None = None
+
+
+def load(
+    source: Source,
+    *,
+    family: str | None = None,
+    component: str | None = None,
+    folders: Sequence[str | Path] = (),
+    weight_name: str | None = None,
+    subfolder: str | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    allow_pickle: bool = False,
+) -> Adapter:
+    """The adapter that `source` holds, without any model.
+
+    `source`: a .safetensors file, a folder (PEFT, or one weight file), `user/repo`, `user/repo:file@revision`, a
+    bundled name, a name in `folders`, or a state dict, which is not changed.  `family` settles an ambiguous file,
+    `component` sends the denoiser's part to another component (`transformer_2`).  The other arguments are huggingface_hub's.
+    Raises DiffLoRAError for anything that cannot be honoured.
+    """
+    hub = Hub(weight_name, subfolder, revision, token, cache_dir, local_files_only)
+    return normalise(read(source, folders, hub, allow_pickle), family=family, component=component)
+
+
+def read(source: Source, folders: Sequence[str | Path] = (), hub: Hub | None = None, allow_pickle: bool = False) -> Raw:
+    """The tensors of `source`, memory-mapped where they come from a file, with its metadata and PEFT config."""
+    if isinstance(source, Mapping):
+        _check_state_dict(source)
+        return Raw("the state dict", f"lora_{next(_unnamed)}", dict(source))
+    place = locate(source, folders, hub, allow_pickle)
+    config = place.config.read_text(encoding="utf-8", errors="replace") if place.config else None
+    if place.file.suffix.lower() in (".safetensors", ".sft"):
+        tensors, metadata = _safetensors(place.file)
+    else:
+        tensors, metadata = _pickled(place), {}
+    return Raw(str(place.file), place.name, tensors, metadata, config, str(place.file))
+
+
+def _check_state_dict(source: Mapping[str, Tensor]) -> None:
+    wrong = [f"{k!r}: {type(v).__name__}" for k, v in source.items() if not isinstance(v, torch.Tensor)]
+    if wrong:
+        raise DiffLoRAError(f"the state dict holds {some(wrong)}; expected tensors only.")
+    if not source:
+        raise DiffLoRAError("the state dict is empty; expected the tensors of an adapter.")
+
+
+def _safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
+            return tensors, dict(opened.metadata() or {})
+    except (SafetensorError, OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DiffLoRAError(
+            f"{file} cannot be read as safetensors ({reason}). "
+            "It is damaged, incomplete or another kind of file; expected a whole .safetensors file."
+        ) from error
+
+
+def _pickled(place: Place) -> dict[str, Tensor]:
+    try:
+        value = torch.load(place.file, map_location="cpu", weights_only=True)
+    except Exception as error:  # the unpickler raises whatever the file makes it raise
+        raise DiffLoRAError(
+            f"{place.file} cannot be read as tensors alone ({type(error).__name__}); expected a plain state dict."
+        ) from error
+    value = value.get("state_dict", value) if isinstance(value, dict) else value
+    if not isinstance(value, dict) or not all(isinstance(v, torch.Tensor) for v in value.values()):
+        raise DiffLoRAError(f"{place.file} holds {type(value).__name__}; expected a plain state dict of tensors.")
+    return value
+
+
+def normalise(
+    raw: Raw, *, model: Shapes | None = None, family: str | None = None, component: str | None = None
+) -> Adapter:
+    """The adapter in canonical layout.  `model` (component -> module path -> weight shape) is evidence."""
+    shapes = {key: tuple(tensor.shape) for key, tensor in raw.tensors.items()}
+    evidence = _renamed(model, component) if model and component else model
+    found = explain(shapes, source=raw.source, metadata=raw.metadata, model=evidence, family=family)
+    scales = (
+        peft_config.from_folder(raw.config, raw.source)
+        if raw.config is not None
+        else peft_config.from_metadata(raw.metadata, raw.source)
+    )
+    components: dict[str, dict[str, Delta]] = {}
+    whole: dict[str, LowRank] = {}
+    for entry in found.entries:
+        anchor = entry.keys["down"]
+        if anchor not in whole:
+            whole[anchor] = _low_rank(entry, raw, scales)
+        delta = whole[anchor].rows(entry.rows) if entry.rows else whole[anchor]
+        components.setdefault(entry.component, {})[entry.path] = delta
+    if component:
+        components = _sent_to(components, component, raw.source)
+    aliases = tuple(a for a in (raw.metadata.get("ss_output_name"),) if a and a != raw.name)
+    return Adapter(
+        raw.source, raw.name, found.layout, found.family, components, dict(raw.metadata), aliases, found.notes, raw.path
+    )
+
+
+def _low_rank(entry: Entry, raw: Raw, scales: Mapping[str, Scaling]) -> LowRank:
+    held = {role: raw.tensors[key] for role, key in entry.keys.items()}
+    down, up = held["down"], held["up"]
+    if entry.kind == "lora_embedding":
+        # PEFT's table delta is (B A)^T for a weight [tokens, width]: the factors swap places.
+        delta = LowRank(down=up.T, up=down.T, alpha=held.get("alpha"))
+    else:
+        delta = LowRank(down=down, up=up, mid=held.get("mid"), alpha=held.get("alpha"))
+    scaling = scales.get(entry.component) or scales.get("")
+    if scaling is None:
+        return delta
+    if delta.alpha is None:
+        stem = entry.keys["down"].rsplit(".lora_", 1)[0]
+        delta = replace(delta, alpha=scaling.alpha_of((entry.path, stem), delta.rank, raw.source))
+    return replace(delta, rslora=scaling.rslora) if delta.alpha is not None else delta
+
+
+def _denoisers(components: Mapping[str, object]) -> list[str]:
+    return [name for name in components if not name.startswith("text_encoder")]
+
+
+def _renamed(model: Shapes, component: str) -> Shapes:
+    """The model as the file sees it: `component` stands where the file's own denoiser would be."""
+    if component not in model:
+        raise DiffLoRAError(f"component={component!r} is not in the pipeline; it has {some(model)}.")
+    own = component.rsplit("_", 1)[0] if component.rsplit("_", 1)[-1].isdigit() else component
+    others = {name: shapes for name, shapes in model.items() if name not in (own, component)}
+    return {**others, own: model[component]}
+
+
+def _sent_to(components: dict[str, dict[str, Delta]], target: str, source: str) -> dict[str, dict[str, Delta]]:
+    denoisers = _denoisers(components)
+    if len(denoisers) != 1:
+        raise DiffLoRAError(
+            f"{source}: component={target!r} needs a file with one denoiser part; this one has "
+            f"{some(denoisers) or 'none'}."
+        )
+    return {target if name == denoisers[0] else name: deltas for name, deltas in components.items()}

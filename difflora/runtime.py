@@ -1,0 +1,276 @@
+"""The engine of one set of components: which adapters are loaded, and which of them act.
+
+All state is behind one lock: a call keeps it from its first switch to its last, so other threads queue.  Every change
+is all or nothing: after an error the weights, the forwards and the registry are as they were.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from difflora import binding, composing, factors
+from difflora.executor import Executor, Place
+from difflora.formats.errors import DiffLoRAError, some
+from difflora.types import Adapter, BoundAdapter, LoadReport, Mix, Mode, Section, Strength
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Loaded:
+    """A registered adapter; its factors are the engine's own copies."""
+
+    bound: BoundAdapter
+    report: LoadReport
+    mode: Mode
+
+
+class Engine:
+    """Adapters and weights of the components that one or more pipelines share."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.models: dict[str, nn.Module] = {}
+        self.executor = Executor(self.models)
+        self.loaded: dict[str, Loaded] = {}
+        self.active = Mix()
+        self.enabled = True
+        self.override: Mix | None = None
+        self.fused: dict[str, dict[str, tuple[Loaded, Strength]]] = {}
+        self.pipelines: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    # ---- what is loaded -------------------------------------------------------------------------------------------
+
+    def enter(self, adapter: Adapter, name: str, given: Strength, mode: Mode, strict: bool, alone: bool) -> LoadReport:
+        """Register an adapter and add it to the active set (`alone`: make it the set), or do neither."""
+        with self.lock:
+            if name in self.loaded:
+                raise DiffLoRAError(f"the name {name!r} is taken; loaded are {some(self.loaded)}. Pass another name.")
+            held = self._held(adapter, name, mode, strict)
+            composing.check_patterns(given, name, self._paths(adapter))
+            self.loaded[name] = held
+            try:
+                self.activate(Mix((*(() if alone else self.active.items), (name, given))))
+            except BaseException:
+                del self.loaded[name]
+                raise
+            return held.report
+
+    def replace(self, name: str, adapter: Adapter) -> None:
+        """Put another adapter in the place of the one called `name`; its weight stays."""
+        with self.lock:
+            self.known([name])
+            before = self.loaded[name]
+            self.loaded[name] = self._held(adapter, name, before.mode, strict=True)
+            try:
+                self.refresh()
+            except BaseException:
+                self.loaded[name] = before
+                raise
+
+    def _held(self, adapter: Adapter, name: str, mode: Mode, strict: bool) -> Loaded:
+        bound, report = binding.match(adapter, self.models, strict)
+        modules = {c: binding.modules(self.models[c]) for c in bound.sections if c in self.models}
+        held = Loaded(factors.own(bound, modules), replace(report, name=name), mode)
+        if mode == "merged":
+            self._refuse_unmergeable(held)
+        return held
+
+    def _refuse_unmergeable(self, held: Loaded) -> None:
+        self.executor.look()
+        places = [(c, path) for c, sites in held.bound.sections.items() for path in sites]
+        stuck = [".".join(place) for place in places if self.executor.masters(place) is None]
+        if stuck:
+            raise DiffLoRAError(
+                f"{held.report.name!r} asks for mode='merged', but {len(stuck)} weights cannot be written exactly "
+                f"(quantised, fp8, sharded or on disk): {some(stuck)}. Use mode='auto' or mode='kernel'."
+            )
+
+    def forget(self, names: Collection[str]) -> None:
+        """Unload adapters; the base comes back bit for bit where nothing else acts."""
+        with self.lock:
+            self.known(names)
+            self.activate(Mix(tuple(item for item in self.active.items if item[0] not in names)))
+            for name in names:
+                del self.loaded[name]
+
+    def clear(self) -> None:
+        """Unload everything, fused adapters too."""
+        with self.lock:
+            self.unfuse(list(self.fused))
+            self.forget(list(self.loaded))
+
+    def move(self, names: Collection[str], device: Any) -> None:
+        """Keep the factors of these adapters on `device`."""
+        with self.lock:
+            self.known(names)
+            for name in names:
+                held = self.loaded[name]
+                self.loaded[name] = replace(held, bound=factors.own(held.bound, {}, torch.device(device)))
+            self.refresh()
+
+    def known(self, names: Collection[str]) -> None:
+        """DiffLoRAError unless every name is loaded."""
+        missing = [repr(name) for name in names if name not in self.loaded]
+        if missing:
+            have = some(map(repr, self.loaded)) or "none"
+            raise DiffLoRAError(f"no adapter is called {some(missing)}; loaded are: {have}.")
+
+    def resolve(self, name: str) -> str:
+        """The name of the loaded adapter that `name` means: itself, or one whose file has it as an alias."""
+        if name in self.loaded:
+            return name
+        others = [own for own, held in self.loaded.items() if name in held.bound.adapter.aliases]
+        if len(others) > 1:
+            raise DiffLoRAError(f"{name!r} is an alias of several adapters: {some(others)}; use one of these names.")
+        return others[0] if others else name
+
+    def acting(self, name: str) -> str:
+        """How an adapter acts now: "merged", "kernel", "merged+kernel", or "-" while it does not."""
+        mine = {id(s) for sites in self.loaded[name].bound.sections.values() for parts in sites.values() for s in parts}
+        inside = any(id(s) in mine for site in self.executor.sites.values() for s, _ in site.applied)
+        outside = any(id(s) in mine for applied in self.executor.beside.values() for s, _ in applied)
+        return "+".join(word for word, so in (("merged", inside), ("kernel", outside)) if so) or "-"
+
+    # ---- what is asked for ----------------------------------------------------------------------------------------
+
+    def mix(self, asked: Mapping[str, Any]) -> Mix:
+        """{name: weight} as a checked Mix: names are loaded, weights finite, block patterns match something."""
+        with self.lock:
+            if not isinstance(asked, Mapping):
+                raise DiffLoRAError(f"adapters were given as {type(asked).__name__}; expected {{name: weight}}.")
+            named = [(self.resolve(name), weight) for name, weight in asked.items()]
+            self.known([name for name, _ in named])
+            if len(dict(named)) < len(named):
+                raise DiffLoRAError(f"one adapter is named twice in {some(map(repr, asked))}; give it one weight.")
+            wanted = composing.mix(dict(named), self.models)
+            for name, given in wanted.items:
+                if given.patterns:
+                    composing.check_patterns(given, name, self._paths(self.loaded[name].bound.adapter))
+            return wanted
+
+    def _paths(self, adapter: Adapter) -> dict[str, set[str]]:
+        """Component -> the paths that a block pattern may name: the model's own and those of the file."""
+        found = {name: set(binding.modules(model)) for name, model in self.models.items()}
+        for component, deltas in adapter.components.items():
+            found.setdefault(component, set()).update(deltas)
+        return found
+
+    def activate(self, wanted: Mix) -> None:
+        """Make `wanted` the active set, at once unless a call with its own set is running."""
+        with self.lock:
+            before, self.active = self.active, wanted
+            try:
+                self.refresh()
+            except BaseException:
+                self.active = before
+                raise
+
+    def enable(self, on: bool) -> None:
+        """Let the active set act, or the base alone."""
+        with self.lock:
+            before, self.enabled = self.enabled, on
+            try:
+                self.refresh()
+            except BaseException:
+                self.enabled = before
+                raise
+
+    @contextmanager
+    def call(self, wanted: Mix | None) -> Iterator[None]:
+        """Run with `wanted` in force (None: what is in force already) and put the former set back, whatever happens."""
+        with self.lock:
+            before = self.override
+            self.override = wanted if wanted is not None else before
+            try:
+                self.refresh()
+                yield
+            finally:
+                self.override = before
+                self.refresh()
+
+    # ---- fused adapters -------------------------------------------------------------------------------------------
+
+    def fuse(self, components: Collection[str], strengths: Mapping[str, Strength]) -> None:
+        """Keep adapters in these components at these strengths until `unfuse`; DiffLoRAError if none acts there."""
+        with self.lock:
+            unknown = [name for name in components if name not in self.models]
+            if unknown:
+                raise DiffLoRAError(f"there is no component {some(unknown)}; the components are {some(self.models)}.")
+            before = {component: dict(held) for component, held in self.fused.items()}
+            for name, given in strengths.items():
+                held = self.loaded[name]
+                for component in components:
+                    if held.bound.sections.get(component):
+                        self.fused.setdefault(component, {})[name] = (held, given)
+            if self.fused == before:
+                raise DiffLoRAError(f"{some(strengths)} changes nothing in {some(components)}, so nothing was fused.")
+            self._refresh_fused(before)
+
+    def unfuse(self, components: Collection[str]) -> None:
+        """Take fused adapters out of these components."""
+        with self.lock:
+            before = dict(self.fused)
+            for component in components:
+                self.fused.pop(component, None)
+            self._refresh_fused(before)
+
+    def _refresh_fused(self, before: dict[str, dict[str, tuple[Loaded, Strength]]]) -> None:
+        try:
+            self.refresh()
+        except BaseException:
+            self.fused = before
+            raise
+
+    # ---- what acts ------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Bring weights and forwards to what is asked for now."""
+        with self.lock:
+            wanted = self.override if self.override is not None else self.active if self.enabled else Mix()
+            self.executor.look()
+            self.executor.switch(self._asked(wanted))
+
+    def _asked(self, wanted: Mix) -> dict[Place, list[tuple[Section, float, Mode]]]:
+        """Per module, the sections that act on it with their weights: the fused set's, then those of `wanted`."""
+        asked: dict[Place, list[tuple[Section, float, Mode]]] = {}
+        for component, fused in self.fused.items():
+            for held, given in fused.values():
+                _ask(asked, held, given, component)
+        for name, given in wanted.items:
+            for component in self.loaded[name].bound.sections:
+                if name not in self.fused.get(component, {}):
+                    _ask(asked, self.loaded[name], given, component)
+        return asked
+
+
+def _ask(asked: dict[Place, list[tuple[Section, float, Mode]]], held: Loaded, given: Strength, component: str) -> None:
+    for real, sections in held.bound.sections[component].items():
+        for section in sections:
+            weight = composing.weight_at(given, component, section.path)
+            if weight != 0.0:
+                asked.setdefault((component, real), []).append((section, weight, held.mode))
+
+
+class Anchor:
+    """Ties an engine to a component module; copies and pickles of the module come without it."""
+
+    KEY = "_difflora_engine"
+    __slots__ = ("engine",)
+
+    def __init__(self, engine: Engine | None = None) -> None:
+        self.engine = engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Anchor:
+        return Anchor()
+
+    def __reduce__(self) -> tuple[type[Anchor], tuple[()]]:
+        return Anchor, ()

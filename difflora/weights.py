@@ -1,0 +1,76 @@
+"""Where a module's weight really lives, with offloading hooks in between, and whether it can be written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from difflora.binding import unwrapped
+
+WRITABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def masters(module: nn.Module, copies: Mapping[Tensor, Tensor | None]) -> tuple[Tensor, ...] | None:
+    """The tensors that hold the weight of `module`: the first is read, all are written.
+
+    None when the weight cannot be written exactly: packed, quantised, fp8, sharded, on disk, or computed.
+    `copies` is `host_copies(model)`.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return None
+    if weight.is_meta:
+        held = _accelerate(module)
+        return (held,) if held is not None and _plain(held) else None
+    if not _plain(weight):
+        return None
+    if weight in copies:
+        copy = copies[weight]
+        if copy is None:
+            return None
+        return (weight,) if copy.data_ptr() == weight.data_ptr() else (weight, copy)
+    return (weight,)
+
+
+def _plain(weight: Tensor) -> bool:
+    ordinary = type(weight) in (Tensor, nn.Parameter) and type(weight.data) is Tensor
+    return ordinary and weight.dtype in WRITABLE and weight.layout is torch.strided and not weight.is_meta
+
+
+def _accelerate(module: nn.Module) -> Tensor | None:
+    """The host tensor that an accelerate offload hook copies in at each forward; None if it is on disk or not there."""
+    hook = module.__dict__.get("_hf_hook")
+    for part in getattr(hook, "hooks", [hook]):
+        source = getattr(part, "weights_map", None)
+        prefix = ""
+        while source is not None and hasattr(source, "dataset"):
+            prefix, source = getattr(source, "prefix", "") + prefix, source.dataset
+        held = getattr(source, "state_dict", source)
+        if isinstance(held, Mapping) and isinstance(held.get(prefix + "weight"), Tensor):
+            value = held[prefix + "weight"]
+            return value if isinstance(value, Tensor) else None
+    return None
+
+
+def host_copies(model: nn.Module) -> dict[Tensor, Tensor | None]:
+    """Parameter -> the host copy that diffusers' group offloading restores at each offload; None if that is on disk."""
+    found: dict[Tensor, Tensor | None] = {}
+    for module in unwrapped(model).modules():
+        registry: Any = module.__dict__.get("_diffusers_hook")
+        hook = registry.get_hook("group_offloading") if registry is not None else None
+        if hook is None:
+            continue
+        group = hook.group
+        found.update(group.cpu_param_dict)
+        if group.offload_to_disk_path is not None:
+            found.update(dict.fromkeys(group.tensor_to_key))
+    return found
+
+
+def shards(module: nn.Module) -> int:
+    """Over how many processes the weight is sharded: 1 for an ordinary one."""
+    mesh = getattr(module._parameters.get("weight"), "device_mesh", None)
+    return int(mesh.size()) if mesh is not None else 1
