@@ -17,7 +17,7 @@ T = TypeVar("T")
 Span = tuple[int, int]
 
 # A number, or a capture that stands for one, between separators: `linear_1` has one, `attn1` has none.
-_NUMBER = re.compile(r"(?<![^._])(?:\d+|\{\w+\})(?![^._])")
+_NUMBER = re.compile(r"(?<![^._])(?:[0-9]+|\{\w+\})(?![^._])")
 
 
 def outline(name: str) -> tuple[str, tuple[str, ...]]:

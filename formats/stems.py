@@ -4,21 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from difflora.formats.errors import DiffLoRAError, some
-from difflora.formats.layouts import (
-    IGNORED,
-    IGNORED_HEADS,
-    LEAVES,
-    REFUSALS,
-    REFUSED_HEADS,
-    REFUSED_PATHS,
-    REFUSED_TAILS,
-    SLOTTED,
-    WRAPPED,
-    Leaf,
-    Prefix,
-    Refusal,
-    prefixes,
-)
+from difflora.formats.layouts import IGNORED, IGNORED_HEADS, LEAVES, SLOTTED, WRAPPED, Leaf, Prefix, prefixes
+from difflora.formats.refusals import REFUSALS, REFUSED_HEADS, REFUSED_PATHS, REFUSED_TAILS, Refusal
 from difflora.formats.rules import outline
 
 Shape = tuple[int, ...]
@@ -196,7 +183,7 @@ def _paired(keys: Mapping[str, str], tensors: list[_Tensor], source: str) -> Non
 def _size(shapes: Mapping[str, Shape], keys: Mapping[str, str], source: str) -> tuple[int, int]:
     """Rows and columns of the delta that tensors of these shapes (by role) make; raises where they do not fit.
 
-    down [r, cols, ...], up [rows, r, 1...]; beside a mid [r, r, ...], which then holds the kernel, down [r, cols, 1...];
+    down [r, cols, ...], up [rows, r, 1...]; beside a mid [r, r, ...], which holds the kernel, down [r, cols, 1...];
     alpha has one element.  DyLoRA leaves out the ones of a convolution's up.
     """
     down, up, mid, alpha = (shapes.get(role, ()) for role in ("down", "up", "mid", "alpha"))

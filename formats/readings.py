@@ -1,0 +1,104 @@
+"""What the modules of a file mean, family by family: entries, or what stands in the way of them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from difflora.formats.errors import some
+from difflora.formats.layouts import COMPONENTS, DENOISER
+from difflora.formats.rules import Entry, Family, Network, Rule
+from difflora.formats.stems import Stem
+from difflora.formats.text_encoders import canonical
+from difflora.formats.vocabulary import Vocabulary
+
+
+@dataclass(slots=True)
+class Reading:
+    """What a file means if it belongs to `family`; None takes its names as those of the model's modules."""
+
+    family: Family | None
+    modules: list[tuple[Entry, Stem]] = field(default_factory=list)
+    unexplained: list[Stem] = field(default_factory=list)
+    misfits: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    renamed: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.family.name if self.family else "the model"
+
+    @property
+    def whole(self) -> bool:
+        return not self.unexplained and not self.misfits
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(sorted((entry for entry, _ in self.modules), key=lambda entry: (entry.component, entry.path)))
+
+    def missing(self, vocabulary: Vocabulary | None) -> int:
+        """How many entries the model has no module for."""
+        return sum(not vocabulary.holds(entry.component, entry.path) for entry, _ in self.modules) if vocabulary else 0
+
+
+def by_family(family: Family, stems: Sequence[Stem]) -> Reading:
+    reading = Reading(family)
+    for stem in stems:
+        found = [
+            (component, sections, rule)
+            for component, network in _networks(family, stem.place)
+            for sections, rule in network.find(*stem.outline, stem.flat).items()
+        ]
+        if not found:
+            reading.unexplained.append(stem)
+        elif len(found) > 1:
+            reading.misfits.append(f"{stem} may mean {some(sections[0] for _, sections, _ in found)}")
+        else:
+            component, sections, rule = found[0]
+            reading.renamed |= component == family.denoiser and rule.source not in rule.sections
+            _add(reading, stem, component, sections, rule)
+    return reading
+
+
+def _networks(family: Family, place: str) -> Iterator[tuple[str, Network]]:
+    """The components of a family that a place of a file may mean, and their modules."""
+    if place in (DENOISER, family.denoiser):
+        yield family.denoiser, family.network
+    for encoder in family.encoders:
+        if place in encoder.places:
+            yield encoder.component, encoder.network
+
+
+def _add(reading: Reading, stem: Stem, component: str, sections: tuple[str, ...], rule: Rule) -> None:
+    spans = rule.spans(stem.rows, stem.cols)
+    if spans is None:
+        expected = " + ".join(map(str, rule.rows))
+        reading.misfits.append(f"{stem} makes {stem.rows} rows, which are not {expected} with D = {stem.cols}")
+        return
+    for path, rows in zip(sections, spans, strict=True):
+        reading.modules.append((Entry(component, path, stem.kind, stem.keys, rows), stem))
+
+
+def by_model(stems: Sequence[Stem], vocabulary: Vocabulary) -> Reading:
+    """The stems as names, dotted or flattened, of the model's own modules."""
+    reading = Reading(None)
+    for stem in stems:
+        found = vocabulary.find(stem)
+        if not found:
+            reading.unexplained.append(stem)
+        elif len(found) > 1:
+            named = some(f"{component}.{path}" for component, path in found)
+            reading.misfits.append(f"{stem} may mean {named} of the model")
+        else:
+            reading.modules.append((Entry(*found[0], stem.kind, stem.keys), stem))
+    return reading
+
+
+def literal(stems: Sequence[Stem]) -> bool:
+    """Whether every key names its component and its module outright, so that no table is needed to read it."""
+    return all(stem.place in COMPONENTS and not stem.flat for stem in stems)
+
+
+def as_written(stems: Sequence[Stem], readings: Sequence[Reading]) -> Reading:
+    closest = min(readings, key=lambda reading: len(reading.unexplained))
+    note = f"of no known family ({closest.name} lacks {some(closest.unexplained)}); module names kept as written"
+    modules = [(Entry(stem.place, canonical(stem.place, stem.path), stem.kind, stem.keys), stem) for stem in stems]
+    return Reading(None, modules, notes=(note,))

@@ -1,0 +1,218 @@
+"""What cannot be honoured is refused: the message names the file, at most four keys, what was expected, what to do."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from difflora.formats.errors import DiffLoRAError
+from difflora.formats.match import explain
+
+Shapes = Mapping[str, tuple[int, ...]]
+Q = "transformer.transformer_blocks.0.attn.to_q"
+K = "transformer.transformer_blocks.0.attn.to_k"
+FLAT = "lora_unet_double_blocks_0_img_attn_proj"
+
+
+def pair(module: str, rows: int = 8, cols: int = 8) -> dict[str, tuple[int, ...]]:
+    return {f"{module}.lora_down.weight": (2, cols), f"{module}.lora_up.weight": (rows, 2)}
+
+
+def refusal(shapes: Shapes) -> str:
+    with pytest.raises(DiffLoRAError) as caught:
+        explain(shapes, source="x.safetensors")
+    assert str(caught.value).startswith("x.safetensors")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        (f"{FLAT}.hada_w1_a", "LoHa"),
+        (f"{FLAT}.hada_t2", "LoHa"),
+        (f"{FLAT}.lokr_w1", "LoKr"),
+        (f"{FLAT}.lokr_w2_b", "LoKr"),
+        (f"{FLAT}.lokr_t2", "LoKr"),
+        (f"{FLAT}.oft_blocks", "OFT/BOFT"),
+        (f"{FLAT}.oft_diag", "OFT/BOFT"),
+        (f"{Q}.oft_R.weight", "OFT/BOFT"),
+        (f"{Q}.oft_R.default.weight", "OFT/BOFT"),
+        (f"{FLAT}.dora_scale", "DoRA"),
+        (f"{Q}.lora_magnitude_vector", "DoRA"),
+        (f"{Q}.lora_magnitude_vector.weight", "DoRA"),
+        (f"{Q}.lora_magnitude_vector.default.weight", "DoRA"),
+        (f"{Q}.magnitude", "DoRA"),
+        (f"{FLAT}.a1.weight", "GLoRA"),
+        (f"{FLAT}.b2.weight", "GLoRA"),
+        (f"{FLAT}.on_input", "IA3"),
+        (f"{Q}.vera_lambda_b", "VeRA"),
+        (f"{FLAT}.diff", "full-weight difference"),
+        (f"{FLAT}.diff_b", "full-weight difference"),
+        ("diffusion_model.blocks.0.diff_m", "full-weight difference"),
+        (f"{FLAT}.w_norm", "norm difference"),
+        (f"{FLAT}.b_norm", "norm difference"),
+        (f"{FLAT}.set_weight", "replaced weights"),
+        (f"{Q}.lora_B.bias", "LoRA bias"),
+        (f"{Q}.lora_B.default.bias", "LoRA bias"),
+        ("bundle_emb.style.string_to_param.*", "bundled embedding"),
+        ("emb_params", "bundled embedding"),
+        ("lora_controlnet", "ControlNet LoRA"),
+        ("a.b.___.layer.lora_down.weight", "HCP-Diffusion"),
+        ("a.b.___.layer.W_up", "HCP-Diffusion"),
+        ("unet:0:up", "cloneofsimo"),
+        ("text_encoder:3:down", "cloneofsimo"),
+        ("transformer_blocks.0.mlp_fc1.lora_down", "nunchaku"),
+        ("single_transformer_blocks.0.mlp_context_fc2.lora_up.weight", "nunchaku"),
+        ("double_blocks.0.processor.qkv_lora1.down.weight", "XLabs"),
+        ("single_blocks.0.processor.proj_lora.up.weight", "XLabs"),
+    ],
+)
+def test_known_kinds_that_are_not_read(key: str, kind: str) -> None:
+    text = refusal({**pair(FLAT), key: (4, 4)})
+    assert text.startswith(f"x.safetensors holds {kind}: ")
+    assert f"Keys: {key}." in text
+
+
+@pytest.mark.parametrize("root", ["transformer.{}", "diffusion_model.{}", "{}"])
+@pytest.mark.parametrize("path", ["double_blocks.0.img_attn.qkv.0", "single_blocks.3.linear1.3"])
+def test_projections_split_by_number(root: str, path: str) -> None:
+    module = root.format(path)
+    text = refusal(pair(module))
+    assert text.startswith("x.safetensors holds OneTrainer BFL: ")
+    assert f"{module}.lora_down.weight" in text
+
+
+def test_several_refused_kinds_are_all_named() -> None:
+    text = refusal({f"{FLAT}.lokr_w1": (2, 2), f"{FLAT}.dora_scale": (8,), f"{FLAT}.diff_b": (8,)})
+    assert text.startswith("x.safetensors holds LoKr")
+    assert text.endswith("It also holds DoRA, full-weight difference.")
+
+
+def test_at_most_four_keys_are_listed() -> None:
+    text = refusal({f"lora_unet_double_blocks_{n}_img_attn_proj.hada_w1_a": (2, 2) for n in range(7)})
+    assert text.count(".hada_w1_a") == 4
+    assert "and 3 more" in text
+
+
+@pytest.mark.parametrize(
+    ("shapes", "parts"),
+    [
+        pytest.param(
+            {f"{Q}.lora_A.weight": (2, 8)},
+            [f"{Q}.lora_A.weight stands alone", f"Expected {Q}.lora_B.weight"],
+            id="up missing",
+        ),
+        pytest.param(
+            {f"{FLAT}.lora_up.weight": (8, 2), f"{FLAT}.alpha": ()},
+            [f"{FLAT}.lora_up.weight stands alone", f"Expected {FLAT}.lora_down.weight"],
+            id="down missing",
+        ),
+        pytest.param(
+            {f"{Q}.lora.down.weight": (2, 8)}, [f"Expected {Q}.lora.up.weight"], id="partner in the file's spelling"
+        ),
+        pytest.param(
+            {**pair(FLAT), f"{Q}.alpha": ()}, [f"{Q}.alpha belongs to no factors", "incomplete"], id="alpha alone"
+        ),
+        pytest.param(
+            {**pair(FLAT), f"{Q}.lora_mid.weight": (2, 2, 3, 3)}, [f"{Q}.lora_mid.weight belongs to no"], id="mid alone"
+        ),
+        pytest.param(
+            {**pair(Q), f"{Q}.lora_A.weight": (2, 8)},
+            [f"{Q}.lora_A.weight and {Q}.lora_down.weight are two spellings of one tensor", "Remove one"],
+            id="two spellings of a tensor",
+        ),
+        pytest.param(
+            {**pair(FLAT), **pair("diffusion_model.double_blocks.0.img_attn.proj")},
+            ["both change transformer.transformer_blocks.0.attn.to_out.0", FLAT, "diffusion_model.double_blocks.0"],
+            id="two spellings of a module",
+        ),
+        pytest.param(
+            {**pair("lora_unet_double_blocks_0_img_attn_qkv", 24), **pair("lora_unet_transformer_blocks_0_attn_to_k")},
+            ["both change transformer.transformer_blocks.0.attn.to_k", "Expected one spelling"],
+            id="a fused module and a part of it",
+        ),
+        pytest.param(
+            {f"{Q}.lora_A.weight": (2, 8), f"{Q}.lora_B.weight": (8, 3)},
+            [f"{Q}.lora_A.weight [2, 8]", f"{Q}.lora_B.weight [8, 3]", "of one rank r"],
+            id="ranks differ",
+        ),
+        pytest.param({f"{Q}.lora_A.weight": (0, 8), f"{Q}.lora_B.weight": (8, 0)}, ["do not fit"], id="rank 0"),
+        pytest.param({f"{Q}.lora_A.weight": (8,), f"{Q}.lora_B.weight": (8, 8)}, ["do not fit"], id="vector"),
+        pytest.param(
+            {f"{Q}.lora_A.weight": (2, 8, 3, 3), f"{Q}.lora_B.weight": (8, 2, 3, 3)}, ["do not fit"], id="two kernels"
+        ),
+        pytest.param(
+            {**pair(FLAT), f"{FLAT}.lora_mid.weight": (3, 2, 3, 3)}, [f"{FLAT}.lora_mid.weight [3, 2, 3, 3]"], id="mid"
+        ),
+        pytest.param(
+            {**pair(FLAT), f"{FLAT}.alpha": (2,)}, [f"{FLAT}.alpha has shape [2]", "Expected one number"], id="alpha"
+        ),
+        pytest.param(
+            {
+                f"{Q}.lora_A.a.weight": (2, 8),
+                f"{Q}.lora_B.a.weight": (8, 2),
+                f"{K}.lora_A.b.weight": (2, 8),
+                f"{K}.lora_B.b.weight": (8, 2),
+            },
+            ["several adapters in one file ('b', 'a')", f"{Q}.lora_A.a.weight", f"{K}.lora_A.b.weight"],
+            id="two slots",
+        ),
+        pytest.param(
+            {
+                f"{Q}.lora_A.weight": (2, 8),
+                f"{Q}.lora_B.weight": (8, 2),
+                f"{K}.lora_A.b.weight": (2, 8),
+                f"{K}.lora_B.b.weight": (8, 2),
+            },
+            ["several adapters in one file ('b', no name)", "save each adapter to a file of its own"],
+            id="slot and none",
+        ),
+        pytest.param(
+            {f"{Q}.lora_embedding_A": (2, 8), f"{Q}.lora_B.weight": (8, 2)},
+            ["mix lora and lora_embedding"],
+            id="embedding and linear factors",
+        ),
+        pytest.param(
+            {**pair(FLAT), f"{FLAT}.weight": (8,)},
+            [f"{FLAT}.weight: not the name of an adapter's tensor", ".lora_A.weight"],
+            id="IA3's weight without on_input",
+        ),
+        pytest.param({**pair(FLAT), "step": ()}, ["step: not the name"], id="unknown tensor"),
+        pytest.param({}, ["holds no LoRA tensors"], id="empty"),
+        pytest.param({"_aux.x": ()}, ["holds no LoRA tensors"], id="bookkeeping only"),
+        pytest.param(
+            pair("lora_unet_double_blocks_0_img_attn_qkv", 25),
+            [
+                "lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight makes 25 rows",
+                "D + D + D with D = 8",
+                "not of family flux",
+            ],
+            id="rows do not add up",
+        ),
+        pytest.param(
+            pair("transformer.single_blocks.0.linear1", 24),
+            ["D + D + D + M with D = 8"],
+            id="no rows for the last part",
+        ),
+        pytest.param(
+            {**pair(FLAT), **pair("lora_unet_double_blocks_0_img_attn_gate")},
+            [
+                "flux comes closest",
+                "lacks 1 of its 2 modules, then sd1, which lacks 2: lora_unet_double_blocks_0_img_attn_gate",
+            ],
+            id="a module that no family has",
+        ),
+        pytest.param(
+            {**pair(FLAT), **pair(f"{FLAT[:-4]}qkv", 24), **pair("lora_te2_text_model_encoder_layers_0_mlp_fc1")},
+            ["flux comes closest and lacks 1 of its 3 modules", ": lora_te2_text_model"],
+            id="an encoder that the family has not",
+        ),
+        pytest.param(
+            pair("lora_unet_foo_bar"), ["no known family has any of its modules: lora_unet_foo_bar"], id="alien"
+        ),
+        pytest.param(pair("base_model.model.foo.bar"), ["no known family has any"], id="alien without component"),
+    ],
+)
+def test_fails_closed(shapes: Shapes, parts: list[str]) -> None:
+    text = refusal(shapes)
+    for part in parts:
+        assert part in text

@@ -1,0 +1,72 @@
+"""The rule language: patterns, row counts, permutations."""
+
+import pytest
+
+from difflora.formats.rules import Network, Rule, Table, outline
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("blocks.12.attn1.to_out.0", ("blocks.#.attn1.to_out.#", ("12", "0"))),
+        ("blocks_12_attn1_to_out_0", ("blocks_#_attn1_to_out_#", ("12", "0"))),
+        ("linear_1", ("linear_#", ("1",))),
+        ("norm1_context.linear", ("norm1_context.linear", ())),
+        ("blocks.{i}.{j}.x", ("blocks.#.#.x", ("{i}", "{j}"))),
+    ],
+)
+def test_outline(name: str, expected: tuple[str, tuple[str, ...]]) -> None:
+    assert outline(name) == expected
+
+
+def test_table_tells_numbers_from_captures() -> None:
+    table = Table([("a.{i}.0", "even"), ("a.{i}.1", "odd"), ("b.{i}.{i}", "twice")])
+    assert list(table.find(*outline("a.7.1"))) == [("odd", {"{i}": "7", "1": "1"})]
+    assert not list(table.find(*outline("a.7.2")))
+    assert [value for value, _ in table.find(*outline("b.3.3"))] == ["twice"]
+    assert not list(table.find(*outline("b.3.4")))
+
+
+def test_numbers_are_compared_as_written() -> None:
+    network = Network((Rule("a.0", ("zero",)),), ("b.{i}.c",))
+    assert not network.find(*outline("a.00"), flat=False)
+    assert list(network.find(*outline("b.01.c"), flat=False)) == [("b.01.c",)]
+
+
+def test_flattened_spelling_is_derived() -> None:
+    network = Network((Rule("a_b.{i}.c", ("x.{i}.y_z",)),), ())
+    assert list(network.find(*outline("a_b_3_c"), flat=True)) == [("x.3.y_z",)]
+    assert not network.find(*outline("a.b.3.c"), flat=False)
+    assert not network.find(*outline("a_b.3.c"), flat=True)
+
+
+def test_both_meanings_of_one_flattened_spelling_are_found() -> None:
+    network = Network((), ("a_b.c", "a.b_c"))
+    assert set(network.find(*outline("a_b_c"), flat=True)) == {("a_b.c",), ("a.b_c",)}
+    assert list(network.find(*outline("a.b_c"), flat=False)) == [("a.b_c",)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "perm", "size", "expected"),
+    [
+        ((), (), (10, 3), ((),)),
+        (("D", "D", "D"), (), (9, 3), (((0, 3),), ((3, 6),), ((6, 9),))),
+        (("D", "D", "D"), (), (10, 3), None),
+        (("D", "D", "D"), (), (6, 3), None),
+        (("D", "M"), (), (11, 3), (((0, 3),), ((3, 11),))),
+        (("D", "M"), (), (3, 3), None),
+        (("D", "K", "K"), (), (11, 3), (((0, 3),), ((3, 7),), ((7, 11),))),
+        (("D", "K", "K"), (), (10, 3), None),
+        ((2, "M"), (), (5, 3), (((0, 2),), ((2, 5),))),
+        (("D", "D"), (1, 0), (6, 3), (((3, 6), (0, 3)),)),
+        (("D", "D"), (1, 0), (7, 3), None),
+    ],
+)
+def test_row_blocks(
+    rows: tuple[str | int, ...],
+    perm: tuple[int, ...],
+    size: tuple[int, int],
+    expected: tuple[tuple[tuple[int, int], ...], ...] | None,
+) -> None:
+    sections = tuple(f"s{n}" for n in range(1 if perm or not rows else len(rows)))
+    assert Rule("source", sections, rows, perm).spans(*size) == expected
