@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from difflora import binding, factors, prompt
 from difflora.composing import scaled, strength
 from difflora.formats.errors import DiffLoRAError, some
@@ -117,7 +115,7 @@ def opened(
 ) -> Adapter:
     """The adapter of `source`, with the engine's models as evidence for its family."""
     shapes = binding.shapes(engine.models)
-    if not isinstance(source, Mapping) or not source or any(isinstance(v, torch.Tensor) for v in source.values()):
+    if not isinstance(source, Mapping) or not set(source) <= set(engine.models) or not source:
         raw = read(source, folders, hub, allow_pickle)  # type: ignore[arg-type]
         return normalise(raw, model=shapes, family=family, component=component)
     parts = [opened(engine, part, folders, hub, allow_pickle, family, target) for target, part in source.items()]  # type: ignore[arg-type]
