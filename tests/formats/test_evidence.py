@@ -136,6 +136,16 @@ def test_the_models_own_names_are_a_vocabulary(module: str, component: str, path
     assert [(entry.component, entry.path, entry.rows) for entry in found.entries] == [(component, path, ())]
 
 
+@pytest.mark.parametrize("root", ["", "text_model."])
+@pytest.mark.parametrize("spelled", ["", "text_model_"])
+def test_either_spelling_of_an_encoder_beside_an_unknown_denoiser(root: str, spelled: str) -> None:
+    shapes = pair(f"lora_te1_{spelled}encoder_layers_0_mlp_fc1") | pair("lora_unet_proj_in")
+    model = {"transformer": {"proj_in": (8, 8)}, "text_encoder": {f"{root}encoder.layers.0.mlp.fc1": (8, 8)}}
+    found = explain(shapes, model=model)
+    assert found.family is None
+    assert [entry.path for entry in found.entries] == ["text_model.encoder.layers.0.mlp.fc1", "proj_in"]
+
+
 def test_a_flattened_spelling_of_two_modules_is_ambiguous() -> None:
     with pytest.raises(DiffLoRAError, match=r"x: lora_unet_a_b_c.* may mean transformer.a.b_c, transformer.a_b.c of"):
         explain(pair("lora_unet_a_b_c"), source="x", model=MODEL)

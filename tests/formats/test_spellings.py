@@ -287,11 +287,12 @@ def test_one_module_may_mix_the_spellings_of_its_factors() -> None:
     assert places(explain(shapes)) == {("transformer", "transformer_blocks.0.attn.to_q", "lora", ())}
 
 
-@pytest.mark.parametrize("alpha", [(), (1,)])
-def test_alpha_is_one_number(alpha: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("name", ["alpha", "lora_alpha"])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_alpha_is_one_number(name: str, shape: tuple[int, ...]) -> None:
     module = "lora_unet_double_blocks_0_img_attn_proj"
-    (entry,) = explain({**pair(module), f"{module}.alpha": alpha}).entries
-    assert entry.keys["alpha"] == f"{module}.alpha"
+    (entry,) = explain({**pair(module), f"{module}.{name}": shape}).entries
+    assert entry.keys["alpha"] == f"{module}.{name}"
 
 
 def test_training_tools_own_tensors_are_left_aside_with_a_note() -> None:
