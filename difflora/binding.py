@@ -26,7 +26,7 @@ _FUSED = {
 }
 # transformers 5 dropped this level from CLIPTextModel's module tree; files keep it.
 _OPTIONAL_LEVEL = "text_model."
-_CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -49,7 +49,7 @@ def weight_shape(module: nn.Module) -> tuple[int, ...] | None:
     """The shape of the weight as the module declares it (a packed one has another), None for other modules."""
     if isinstance(module, nn.Linear):
         return (module.out_features, module.in_features)
-    if isinstance(module, _CONV):
+    if isinstance(module, CONV):
         return (module.out_channels, module.in_channels // module.groups, *module.kernel_size)
     if isinstance(module, nn.Embedding):
         return (module.num_embeddings, module.embedding_dim)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from difflora import binding, linear, merge, weights
 from difflora.composing import stack
 from difflora.factors import home
@@ -18,8 +20,15 @@ if TYPE_CHECKING:
 Place = tuple[str, str]
 Asked = Mapping[Place, "list[tuple[Section, float, Mode]]"]
 Plan = dict[Place, merge.Applied]
-# One component as it is now: path -> module, and its weights' host copies under group offloading.
-View = tuple["dict[str, nn.Module]", "dict[Tensor, Tensor | None]"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class View:
+    """One component as it is now: path -> module, its weights' host copies under group offloading, and its ties."""
+
+    modules: dict[str, nn.Module]
+    copies: dict[Tensor, Tensor | None]
+    tied: dict[str, tuple[str, ...]]
 
 
 @dataclass(eq=False, slots=True)
@@ -38,29 +47,36 @@ class Executor:
         """Forget what was seen of the modules, and follow weights that were moved, cast or replaced since."""
         self.views.clear()
         for place, site in list(self.sites.items()):
+            if not self._here(place):
+                del self.sites[place]
+                continue
             targets = self.masters(place)
             if targets is None or merge.witness(targets[0]) != site.witness:
                 self._follow(place, site, targets)
 
     def module(self, place: Place) -> nn.Module:
         """The module at this place; DiffLoRAError if the model has lost it."""
-        here = self._view(place[0])[0]
-        if place[1] not in here:
+        if not self._here(place):
             raise DiffLoRAError(
-                f"{'.'.join(place)} is no longer in the model; unload adapters before changing modules."
+                f"{'.'.join(place)} is no longer in the model; unload the adapters that change it, and load them again."
             )
-        return here[place[1]]
+        return self._view(place[0]).modules[place[1]]
 
     def masters(self, place: Place) -> tuple[Tensor, ...] | None:
         """The tensors to write for this weight, None if it cannot be written exactly."""
-        return weights.masters(self.module(place), self._view(place[0])[1])
+        return weights.masters(self.module(place), self._view(place[0]).copies)
+
+    def _here(self, place: Place) -> bool:
+        return place[1] in self._view(place[0]).modules
 
     def _view(self, component: str) -> View:
         if component not in self.views:
             model = self.models[component]
-            self.views[component] = binding.modules(model), weights.host_copies(model)
+            here = binding.modules(model)
+            self.views[component] = View(here, weights.host_copies(model), weights.tied(here))
         return self.views[component]
 
+    @torch.inference_mode(False)
     def switch(self, asked: Asked) -> None:
         """Bring every weight and forward to what is asked; after an error all of them are as they were."""
         merging, beside = self._split(asked)
@@ -82,7 +98,9 @@ class Executor:
             inside = tuple((s, w) for s, w, mode in parts if not fixed and mode != "kernel")
             outside = tuple((s, w) for s, w, mode in parts if fixed or mode == "kernel")
             merging.update({place: inside} if inside else {})
-            beside.update({place: outside} if outside else {})
+            for path in self._view(place[0]).tied[place[1]] if outside else ():
+                # A weight is shared by the modules that are tied; a forward is not.
+                beside[place[0], path] = beside.get((place[0], path), ()) + outside
         return merging, beside
 
     def _merge(self, wanted: Plan) -> None:
@@ -109,7 +127,8 @@ class Executor:
 
     def _patch(self, wanted: Plan) -> None:
         for place in [p for p in self.beside if p not in wanted]:
-            linear.unpatch(self.module(place))
+            if self._here(place):
+                linear.unpatch(self.module(place))
             del self.beside[place]
         for place, applied in wanted.items():
             module = self.module(place)
@@ -118,28 +137,43 @@ class Executor:
                     f"{'.'.join(place)} is sharded over {weights.shards(module)} processes, which is not supported "
                     "yet. Load adapters on a model that is whole on each process."
                 )
-            if not _equal(self.beside.get(place, ()), applied) or not linear.patched(module):
+            held = linear.patched(module) and linear.current(module)
+            if not held or not _equal(self.beside.get(place, ()), applied):
                 parts = linear.terms(stack(applied, home(module)), module)
                 linear.patch(module, parts, (binding.weight_shape(module) or (0,))[0])
                 self.beside[place] = applied
 
     def _follow(self, place: Place, site: merge.Site, targets: tuple[Tensor, ...] | None) -> None:
-        weight = targets[0] if targets is not None else self.module(place)._parameters.get("weight")
-        local = weight.to_local() if weight is not None and hasattr(weight, "to_local") else weight
-        if local is None or local.is_meta or weights.shards(self.module(place)) > 1:
-            raise DiffLoRAError(
-                f"the weight of {'.'.join(place)} was sharded or sent to disk while adapters were merged into it. "
-                "Unload the adapters first, and load them again afterwards."
-            )
-        if not merge.same(merge.sample(local), site.sample.to(local.dtype)):
-            # Somebody assigned other weights: they are the new base.
-            del self.sites[place]
-        elif targets is not None and local.dtype == site.base.dtype:
-            site.witness = merge.witness(local)
-        else:
+        """Recognise what became of a merged weight, and keep its base true."""
+        now = targets[0] if targets is not None else self._unwritable(place)
+        path = merge.casts(site.sample, merge.sample(now))
+        if path == () and targets is not None:
+            site.witness = merge.witness(now)
+            return
+        if path is not None:
             # Cast, or made unwritable, with the adapters inside: the base as it would be now, to start again from.
-            merge.write(targets or (local,), site.base.to(local.device, local.dtype))
-            del self.sites[place]
+            merge.write(targets or (now,), merge.cast(site.base.to(now.device), path))
+        elif targets is None:
+            raise self._lost(place)
+        # Otherwise somebody assigned other weights: they are the new base.
+        del self.sites[place]
+
+    def _unwritable(self, place: Place) -> Tensor:
+        """What holds the weight that can no longer be written exactly: fp8, or the local part of a whole DTensor."""
+        module = self.module(place)
+        weight = module._parameters.get("weight")
+        local = weight.to_local() if weight is not None and hasattr(weight, "to_local") else weight
+        lost = weights.on_disk(module, self._view(place[0]).copies) or weights.shards(module) > 1
+        if local is None or lost or type(local.data) is not torch.Tensor:
+            raise self._lost(place)
+        return local
+
+    def _lost(self, place: Place) -> DiffLoRAError:
+        return DiffLoRAError(
+            f"the weight of {'.'.join(place)} was sharded, quantised or sent to disk while adapters were merged into "
+            "it, so its base cannot be restored. Undo that, or load the model again; unload adapters first, or load "
+            "them with mode='kernel'."
+        )
 
 
 def _equal(one: merge.Applied, two: merge.Applied) -> bool:

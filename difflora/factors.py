@@ -23,13 +23,15 @@ def home(module: nn.Module) -> torch.device:
     return weight.device if weight is not None and weight.device.type not in ("meta", "cpu") else _HOST
 
 
+@torch.inference_mode(False)
 def own(
     bound: BoundAdapter, modules: Mapping[str, Mapping[str, nn.Module]], device: torch.device | None = None
 ) -> BoundAdapter:
     """The same sections on copies of the factors; on `device`, or each at its module's `home`.
 
     A file may be rewritten or deleted while its adapter is loaded, and a caller may change the state dict it passed, so
-    the tensors given are not kept.  Raises DiffLoRAError for NaN, infinite or meta tensors.
+    the tensors given are not kept.  The copies are ordinary tensors under `torch.inference_mode` too.  Raises
+    DiffLoRAError for NaN, infinite or meta tensors.
     """
     copies: dict[tuple[int, torch.device], Tensor] = {}
 

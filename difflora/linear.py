@@ -6,24 +6,30 @@ or replaced: paths, `state_dict()` keys, types and isinstance checks stay.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from difflora.binding import CONV
+from difflora.formats.errors import DiffLoRAError
+from difflora.slots import innermost, is_own, swap
 from difflora.types import Stack
 
 _STATE = "_difflora"
+# The dtypes that a module computes in: its weight may be stored in another.
+_COMPUTE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_POINTWISE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 @dataclass(eq=False, slots=True)
 class Term:
-    """Rows [start, stop) of the output get ((x a^T) * scale) b^T; a and b follow the input's device and dtype."""
+    """Rows [start, stop) of the output get ((x a^T) * scale) b^T."""
 
     a: Tensor
     b: Tensor
@@ -31,27 +37,51 @@ class Term:
     start: int
     stop: int
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> Term:
+        """The same term there, `scale` still in fp32."""
+        a, b = self.a.to(device, dtype), self.b.to(device, dtype)
+        return Term(a, b, self.scale.to(device), self.start, self.stop)
+
 
 @dataclass(eq=False, slots=True)
 class State:
-    """What the patched forward of one module reads: the forward beneath it, the terms, and the height of the output."""
+    """What the patched forward of one module reads.
+
+    `original` is the forward beneath it, `rows` the height of the output, `rest` the device and dtype that the weight
+    had when `terms` were made, and `placed` the terms where and as the last call used them.
+    """
 
     original: Callable[..., Any]
-    terms: list[Term]
     rows: int
+    rest: tuple[object, ...]
+    terms: list[Term]
+    placed: list[Term]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        held = (self.original, self.rows, self.rest, self.terms, self.placed)
+        return State(*copy.deepcopy(held, memo))
+
+    def __reduce__(self) -> NoReturn:
+        # A bound method unpickles by name, as the class's own forward: the adapters would be gone without a word.
+        raise DiffLoRAError(
+            "adapters act beside the weights of this model, and a pickle cannot hold them. Unload them first, or load "
+            "them with mode='merged'."
+        )
 
 
 def terms(joined: Stack, module: nn.Module) -> list[Term]:
-    """The terms of a Stack in the shapes that the module's own operation takes."""
-    kernel = (module.in_channels // module.groups, *module.kernel_size) if isinstance(module, nn.Conv2d) else (-1,)
+    """The terms of a Stack in the shapes that the module's own operation takes, in the dtype that it computes in."""
+    kernel = (module.in_channels // module.groups, *module.kernel_size) if isinstance(module, CONV) else (-1,)
+    weight = module._parameters.get("weight")
+    dtype = weight.dtype if weight is not None and weight.dtype in _COMPUTE else torch.float32
     return [
         Term(
             joined.a[part.first : part.last].reshape(part.last - part.first, *kernel),
             part.b,
-            torch.tensor(part.scale, dtype=torch.float32, device=part.b.device),
+            torch.tensor(part.scale, dtype=torch.float32),
             part.start,
             part.stop,
-        )
+        ).to(part.b.device, dtype)
         for part in joined.parts
     ]
 
@@ -62,104 +92,88 @@ def forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor
     output: Tensor = state.original(input, *args, **kwargs)
     if hasattr(input, "to_local"):
         return _sharded(self, state, input, output)
-    for term in state.terms:
-        output = output + _rows(_placed(state, term, input, output), term, self, input, state.rows)
+    for index in range(len(state.terms)):
+        output = output + _part(_placed(state, index, input, output), self, input, state.rows)
     return output
 
 
 def _sharded(module: nn.Module, state: State, input: Any, output: Any) -> Tensor:
     """The same on DTensors of a one-process mesh, where the local tensor is the whole one."""
     local = input.to_local()
-    total = output
-    for term in state.terms:
-        part = _rows(_placed(state, term, local, output.to_local()), term, module, local, state.rows)
-        total = total + type(output).from_local(part, output.device_mesh, output.placements)
-    return total  # type: ignore[no-any-return]
+    for index in range(len(state.terms)):
+        part = _part(_placed(state, index, local, output), module, local, state.rows)
+        output = output + type(output).from_local(part, output.device_mesh, output.placements)
+    return output  # type: ignore[no-any-return]
 
 
-def _placed(state: State, term: Term, input: Tensor, output: Tensor) -> Term:
+def _placed(state: State, index: int, input: Tensor, output: Tensor) -> Term:
     """The term on the input's device, in the dtype of the output."""
+    term = state.placed[index]
     if term.a.device == input.device and term.a.dtype == output.dtype:
         return term
-    moved = Term(
-        term.a.to(input.device, output.dtype),
-        term.b.to(input.device, output.dtype),
-        term.scale.to(input.device),
-        term.start,
-        term.stop,
-    )
+    # From the terms as they were made: a chain of casts would round every time.
+    term = state.terms[index].to(input.device, output.dtype)
     if not torch.compiler.is_compiling():
-        state.terms[state.terms.index(term)] = moved
-    return moved
+        state.placed[index] = term
+    return term
 
 
-def _rows(term: Term, old: Term, module: nn.Module, input: Tensor, rows: int) -> Tensor:
+def _part(term: Term, module: nn.Module, input: Tensor, rows: int) -> Tensor:
     """What the term adds to the output, zero outside its rows."""
-    dim = 1 if isinstance(module, nn.Conv2d) else -1
-    part = _low_rank(term, module, input)
-    if (old.start, old.stop) == (0, rows):
-        return part
-    around = (old.start, rows - old.stop)
-    if dim == -1:
-        return F.pad(part, around)
-    return F.pad(part, (0, 0, 0, 0, *around))
-
-
-def _low_rank(term: Term, module: nn.Module, input: Tensor) -> Tensor:
     if isinstance(module, nn.Embedding):
         return F.embedding(input, term.b) * term.scale @ term.a
-    if isinstance(module, nn.Conv2d):
-        if module.groups > 1:
-            weight = (term.b @ term.a.flatten(1)).view(-1, *term.a.shape[1:])
-            return module._conv_forward(input, weight, None) * term.scale
-        inner = module._conv_forward(input.to(term.a.dtype), term.a, None) * term.scale
-        return F.conv2d(inner, term.b[:, :, None, None])
-    return F.linear(F.linear(input.to(term.a.dtype), term.a) * term.scale, term.b)
+    around = (term.start, rows - term.stop)
+    if isinstance(module, CONV):
+        return _convolved(term, module, input.to(term.a.dtype), around)
+    part = F.linear(F.linear(input.to(term.a.dtype), term.a) * term.scale, term.b)
+    return F.pad(part, around) if any(around) else part
 
 
-def _slots(module: nn.Module) -> Iterator[tuple[object, str]]:
-    """Everywhere the innermost forward may be kept, hooks' own places first."""
-    registry = module.__dict__.get("_diffusers_hook")
-    for reference in getattr(registry, "_fn_refs", [])[:1]:
-        yield reference, "original_forward" if reference.original_forward is not None else "forward"
-    if "_old_forward" in module.__dict__:
-        yield module, "_old_forward"
-    yield module, "forward"
-
-
-def slot(module: nn.Module) -> tuple[object, str]:
-    """(owner, attribute) of the innermost forward.  Hooks keep partials; the innermost is the first that is none."""
-    places = list(_slots(module))
-    for owner, name in places:
-        if not isinstance(getattr(owner, name), functools.partial):
-            return owner, name
-    return places[-1]
+def _convolved(term: Term, module: Any, input: Tensor, around: tuple[int, int]) -> Tensor:
+    if module.groups > 1:
+        # Each group reads its own channels, so the product is formed before it is applied.
+        weight = (F.pad(term.b, (0, 0, *around)) @ term.a.flatten(1)).view(-1, *term.a.shape[1:])
+        return module._conv_forward(input, weight, None) * term.scale  # type: ignore[no-any-return]
+    spatial = term.a.ndim - 2
+    inner = module._conv_forward(input, term.a, None) * term.scale
+    part: Tensor = _POINTWISE[spatial](inner, term.b[(..., *(None,) * spatial)])
+    return F.pad(part, (*(0, 0) * spatial, *around)) if any(around) else part
 
 
 def patched(module: nn.Module) -> bool:
-    """Whether `patch` is in force on this module."""
-    return _STATE in module.__dict__
+    """Whether `patch` is in force: it is not if somebody has put the class's forward back in its place."""
+    return _STATE in module.__dict__ and not is_own(getattr(*innermost(module)), module)
+
+
+def current(module: nn.Module) -> bool:
+    """Whether the weight is still where, and of the dtype, for which the terms of this patched module were made."""
+    return bool(module.__dict__[_STATE].rest == _rest(module))
+
+
+def _rest(module: nn.Module) -> tuple[object, ...]:
+    weight = module._parameters.get("weight")
+    return () if weight is None else (weight.device, weight.dtype)
 
 
 def patch(module: nn.Module, parts: list[Term], rows: int) -> None:
     """Make the module add `parts` to its output; replaces the terms if it is patched already."""
     if patched(module):
-        module.__dict__[_STATE].terms = parts
+        state: State = module.__dict__[_STATE]
+        state.rows, state.rest, state.terms, state.placed = rows, _rest(module), parts, list(parts)
         return
-    owner, name = slot(module)
-    module.__dict__[_STATE] = State(getattr(owner, name), parts, rows)
+    owner, name = innermost(module)
+    module.__dict__[_STATE] = State(getattr(owner, name), rows, _rest(module), parts, list(parts))
     setattr(owner, name, MethodType(forward, module))
 
 
 def unpatch(module: nn.Module) -> None:
     """Put back the forward that was there, wherever hooks have moved the patch since."""
-    if not patched(module):
+    state: State | None = module.__dict__.get(_STATE)
+    if state is None:
         return
-    original = module.__dict__.pop(_STATE).original
-    own = getattr(original, "__func__", None) is type(module).forward and original.__self__ is module
-    for owner, name in _slots(module):
-        if getattr(getattr(owner, name), "__func__", None) is forward:
-            if own and owner is module and name == "forward":
-                delattr(module, "forward")
-            else:
-                setattr(owner, name, original)
+    lost = not patched(module)
+    if swap(module, forward, state.original) or lost:
+        del module.__dict__[_STATE]
+    else:
+        # Beneath a wrapper that keeps its forward to itself: the patch stays, and adds nothing.
+        state.terms, state.placed = [], []

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 Applied = tuple[tuple["Section", float], ...]
 # A sample of a weight's elements tells a moved weight from a replaced one without reading all of it.
 _SAMPLE = 4096
+# What a model may have been cast to on the way.
+_CASTS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.float64)
 
 
 @dataclass(eq=False, slots=True)
@@ -48,7 +50,7 @@ def merged(base: Tensor, applied: Applied) -> Tensor:
 def checked(base: Tensor, applied: Applied, name: str) -> Tensor:
     """`merged`, or DiffLoRAError if a value of it is not finite where the base is."""
     value = merged(base, applied)
-    if not bool(torch.isfinite(value).all()) and bool(torch.isfinite(base).all()):
+    if not bool(torch.isfinite(value).all()) and bool((torch.isfinite(base) & ~torch.isfinite(value)).any()):
         raise DiffLoRAError(
             f"merging {name} gives values that are not finite in {base.dtype}; the weights are as they were. "
             "Lower the weight, or use mode='kernel'."
@@ -74,12 +76,27 @@ def keep(weight: Tensor) -> Tensor:
 
 def sample(weight: Tensor) -> Tensor:
     """Up to 4096 evenly spaced elements of a weight, in host memory."""
-    flat = weight.detach().flatten()
-    return flat[:: max(1, flat.numel() // _SAMPLE)][:_SAMPLE].to("cpu", copy=True)
+    return weight.detach().flatten()[:: -(-weight.numel() // _SAMPLE)].to("cpu", copy=True)
 
 
-def same(one: Tensor, two: Tensor) -> bool:
-    """Whether two tensors of one dtype hold the same bits, NaN included."""
+def casts(before: Tensor, now: Tensor) -> tuple[torch.dtype, ...] | None:
+    """The dtypes through which `before` becomes `now` bit for bit, () if it is `now`; None if no such path is known.
+
+    A model may be cast there and back, or twice (bf16, then fp8 for storage), before anybody looks at it again.
+    """
+    paths = [(), (now.dtype,), *((through, now.dtype) for through in _CASTS)]
+    return next((path for path in paths if _same(cast(before, path), now)), None)
+
+
+def cast(tensor: Tensor, path: Sequence[torch.dtype]) -> Tensor:
+    """The tensor, cast to one dtype after the other."""
+    for dtype in path:
+        tensor = tensor.to(dtype)
+    return tensor
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    """Whether two tensors hold the same bits, NaN included."""
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     return torch.equal(one.contiguous().view(torch.uint8), two.contiguous().view(torch.uint8))
@@ -87,4 +104,5 @@ def same(one: Tensor, two: Tensor) -> bool:
 
 def witness(weight: Tensor) -> tuple[object, ...]:
     """Changes whenever a weight was moved, cast, replaced or written by someone else."""
-    return (id(weight), weight.data_ptr(), weight.dtype, weight.device, weight._version)
+    writes = None if weight.is_inference() else weight._version
+    return (id(weight), weight.data_ptr(), weight.dtype, weight.device, writes)

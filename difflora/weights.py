@@ -70,6 +70,28 @@ def host_copies(model: nn.Module) -> dict[Tensor, Tensor | None]:
     return found
 
 
+def on_disk(module: nn.Module, copies: Mapping[Tensor, Tensor | None]) -> bool:
+    """Whether hooks keep the weight elsewhere and the tensor in the module holds nothing."""
+    weight = module._parameters.get("weight")
+    return weight is None or weight.is_meta or (weight in copies and copies[weight] is None)
+
+
+def tied(here: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
+    """Path -> one path of every module that computes with its weight, itself included."""
+    names: dict[int, dict[int, str]] = {}
+    for path, module in here.items():
+        names.setdefault(_identity(module), {}).setdefault(id(module), path)
+    return {path: tuple(names[_identity(module)].values()) for path, module in here.items()}
+
+
+def _identity(module: nn.Module) -> int:
+    weight = module._parameters.get("weight")
+    if weight is not None and weight.is_meta:
+        held = _accelerate(module)
+        return id(weight) if held is None else held.data_ptr()
+    return id(module if weight is None else weight)
+
+
 def shards(module: nn.Module) -> int:
     """Over how many processes the weight is sharded: 1 for an ordinary one."""
     mesh = getattr(module._parameters.get("weight"), "device_mesh", None)

@@ -13,13 +13,13 @@ SOURCES = [*sorted((ROOT / "difflora").glob("*.py")), *sorted((ROOT / "difflora"
 LAYERS = [*SOURCES, *sorted((ROOT / "formats").glob("*.py")), *sorted((ROOT / "kernels").glob("*.py"))]
 # From the bottom up; a module imports only from layers beneath its own.
 ORDER = [
-    {"deltas", "prompt", "hashes", "peft_config", "demo"},
+    {"deltas", "prompt", "hashes", "peft_config", "slots", "demo"},
     {"types", "sources", "metadata"},
     {"loading", "binding", "composing"},
     {"linear", "merge", "weights", "factors", "tools"},
     {"executor"},
     {"runtime"},
-    {"table", "calls"},
+    {"table", "calls", "blocks"},
     {"surface"},
     {"diffusers_api"},
     {"attaching"},
