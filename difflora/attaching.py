@@ -28,15 +28,13 @@ _classes: dict[type, type] = {}
 def attach(pipe: P) -> P:
     """The same pipeline, with `load_lora`, `set_loras`, `loras`, ... and diffusers' own adapter names on one engine.
 
-    Changes no weight.  Raises DiffLoRAError if it is no diffusers pipeline, holds PEFT adapters, or mixes components of
-    pipelines that are attached separately.
+    Changes no weight; attaching again changes nothing.  Raises DiffLoRAError if it is no diffusers pipeline, holds PEFT
+    adapters, or mixes components of pipelines that are attached separately.
     """
     from diffusers import DiffusionPipeline
 
     if not isinstance(pipe, DiffusionPipeline):
         raise DiffLoRAError(f"{type(pipe).__name__} is no diffusers pipeline; attach takes one. For a model use bind.")
-    if hasattr(type(pipe), _BASE):
-        return pipe
     models = binding.components(pipe)
     _refuse_peft(models)
     engines = {id(e): e for e in map(surface.engine_on, models.values()) if e is not None}
@@ -48,7 +46,8 @@ def attach(pipe: P) -> P:
     engine = next(iter(engines.values()), None) or Engine()
     surface.adopt(engine, pipe)
     engine.pipelines.add(pipe)
-    pipe.__class__ = _attached(type(pipe))
+    if not hasattr(type(pipe), _BASE):
+        pipe.__class__ = _attached(type(pipe))
     return pipe
 
 
@@ -60,7 +59,7 @@ def detach(pipe: P) -> P:
     base = getattr(type(pipe), _BASE, None)
     if base is None:
         raise DiffLoRAError(f"this {type(pipe).__name__} is not attached.")
-    engine = surface.engine_of(pipe)
+    engine = surface.engine_behind(pipe)
     with engine.lock:
         if set(engine.pipelines) <= {pipe}:
             engine.clear()
@@ -90,6 +89,7 @@ def _attached(base: type) -> type:
                 "__qualname__": base.__qualname__,
                 "__doc__": base.__doc__,
                 "__call__": _call(base),
+                "save_pretrained": _save(base),
                 "__reduce_ex__": _reduce,
             }
         )
@@ -103,6 +103,15 @@ def _call(base: Any) -> Any:
         return surface.call(self, base.__call__, args, kwargs, loras)
 
     return call
+
+
+def _save(base: Any) -> Any:
+    @functools.wraps(base.save_pretrained)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with surface.base_only(self):
+            return base.save_pretrained(self, *args, **kwargs)
+
+    return save_pretrained
 
 
 def _reduce(self: Any, protocol: Any) -> Any:

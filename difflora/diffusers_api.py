@@ -5,20 +5,26 @@ A script that uses them runs after `difflora.attach(pipe)`; what differs is stat
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from difflora import binding, blocks
 from difflora.composing import number, scaled, strength
 from difflora.formats.errors import DiffLoRAError, some
 from difflora.loading import Source
 from difflora.sources import Hub
-from difflora.surface import engine_of, opened
+from difflora.surface import engine_behind, engine_of, free_name, opened
 from difflora.types import Strength
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Arguments of diffusers' loader that say how to reach the Hub, and those that have nothing to do here.
 _HUB = ("weight_name", "subfolder", "revision", "token", "cache_dir", "local_files_only", "force_download")
 _MOOT = ("proxies", "low_cpu_mem_usage", "unet_config", "return_lora_metadata", "resume_download", "user_agent")
-_UNET_BLOCKS = {"down": "down_blocks", "mid": "mid_block", "up": "up_blocks"}
+# Deprecated there, where they do nothing either.
+_MOOT_FUSING = ("fuse_unet", "fuse_transformer", "fuse_text_encoder")
 
 
 def load_lora_weights(
@@ -42,62 +48,44 @@ def load_lora_weights(
     with engine.lock:
         adapter = opened(engine, pretrained_model_name_or_path_or_dict, (), hub, pickle, None, target)
         if hotswap:
-            engine.replace(str(adapter_name), adapter)
+            if adapter_name is None:
+                raise DiffLoRAError("hotswap=True needs the adapter_name of a loaded adapter to replace.")
+            engine.replace(adapter_name, adapter)
             return
-        name = adapter_name if adapter_name is not None else _free_name(engine.loaded)
+        name = adapter_name if adapter_name is not None else free_name("default_{}", engine.loaded)
         engine.enter(adapter, name, Strength(), "auto", strict=True, alone=True)
-
-
-def _free_name(taken: Mapping[str, object]) -> str:
-    return next(name for i in range(len(taken) + 1) if (name := f"default_{i}") not in taken)
 
 
 def set_adapters(self: Any, adapter_names: str | list[str], adapter_weights: Any = None) -> None:
     """Make exactly these adapters active.  Weights: one, or one per name; diffusers' block dicts too; None is 1."""
     engine = engine_of(self)
-    names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
+    names = _listed(adapter_names)
     weights = adapter_weights if isinstance(adapter_weights, list) else [adapter_weights] * len(names)
     if len(weights) != len(names):
         raise DiffLoRAError(
             f"Length of adapter names {len(names)} is not equal to the length of the weights {len(weights)}"
         )
-    engine.activate(engine.mix({n: 1.0 if w is None else _blocks(w) for n, w in zip(names, weights, strict=True)}))
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise DiffLoRAError(f"{some(dict.fromkeys(map(repr, twice)))} is named more than once; give it one weight.")
+    with engine.lock:
+        given = {name: _weight(weight, engine.models) for name, weight in zip(names, weights, strict=True)}
+        engine.activate(engine.mix(given))
 
 
-def _blocks(weight: Any) -> Any:
-    """diffusers' {"unet": {"down": 0.9, "up": {"block_0": 0.6, "block_1": [0.4, 0.8]}}} as block patterns."""
+def _weight(weight: Any, models: Mapping[str, nn.Module]) -> Any:
+    """A weight as `set_loras` takes it; None is 1, and block dicts of a UNet become patterns."""
     if not isinstance(weight, Mapping):
-        return weight
-    return {c: _patterns(inner) if isinstance(inner, Mapping) else inner for c, inner in weight.items()}
-
-
-def _patterns(given: Mapping[str, Any]) -> dict[str, float]:
-    patterns: dict[str, float] = {}
-    for level, value in given.items():
-        root = _UNET_BLOCKS.get(level)
-        if root is None:
-            patterns[level] = value
-        elif not isinstance(value, Mapping):
-            patterns.update(_attentions(root, value))
-        else:
-            for block, inner in value.items():
-                patterns.update(_attentions(f"{root}.{str(block).removeprefix('block_')}", inner))
-    return patterns
-
-
-def _attentions(root: str, value: Any) -> dict[str, float]:
-    """A number acts on the whole block, a list on its attentions one by one."""
-    if not isinstance(value, list):
-        return {root: value}
-    if len(value) == 1:
-        return {root: value[0]}
-    return {f"{root}.attentions.{i}": weight for i, weight in enumerate(value)}
+        return 1.0 if weight is None else weight
+    unet = models.get("unet")
+    if unet is None or not isinstance(weight.get("unet"), Mapping):
+        return {component: 1.0 if inner is None else inner for component, inner in weight.items()}
+    return {**weight, "unet": blocks.patterns(weight["unet"], binding.modules(unet))}
 
 
 def get_active_adapters(self: Any) -> list[str]:
-    """The active adapters' names; empty while they are disabled."""
-    engine = engine_of(self)
-    return list(dict(engine.active.items)) if engine.enabled else []
+    """The names of the active set, in every component together; `disable_lora` does not change it."""
+    return list(dict(engine_of(self).active.items))
 
 
 def get_list_adapters(self: Any) -> dict[str, list[str]]:
@@ -113,12 +101,12 @@ def get_list_adapters(self: Any) -> dict[str, list[str]]:
 
 def delete_adapters(self: Any, adapter_names: str | list[str]) -> None:
     """Unload these adapters.  Unlike PEFT, no other adapter becomes active in their place."""
-    engine_of(self).forget([adapter_names] if isinstance(adapter_names, str) else list(adapter_names))
+    engine_behind(self).forget(_listed(adapter_names))
 
 
 def unload_lora_weights(self: Any, reset_to_overwritten_params: bool = False) -> None:
     """Unload every adapter.  Fused ones stay in the weights until `unfuse_lora`."""
-    engine = engine_of(self)
+    engine = engine_behind(self)
     engine.forget(list(engine.loaded))
 
 
@@ -137,13 +125,15 @@ def fuse_lora(
     components: list[str] | str | None = None,
     lora_scale: float = 1.0,
     safe_fusing: bool = False,
-    adapter_names: list[str] | None = None,
+    adapter_names: list[str] | str | None = None,
     **kwargs: Any,
 ) -> None:
     """Keep the active adapters (or those named) in the weights until `unfuse_lora`, whatever is unloaded or set.
 
-    Values that are not finite are always refused, so `safe_fusing` changes nothing.
+    Values that are not finite are always refused, so `safe_fusing` changes nothing.  An adapter that is fused again
+    is fused at its newest strength.
     """
+    _only_moot("fuse_lora", kwargs)
     engine = engine_of(self)
     with engine.lock:
         wanted = _listed(components) if components is not None else _fusable(self, engine.models)
@@ -151,32 +141,43 @@ def fuse_lora(
             raise DiffLoRAError("`components` cannot be an empty list.")
         factor = number(lora_scale, "lora_scale")
         active = dict(engine.active.items)
-        names = list(active) if adapter_names is None else list(adapter_names)
+        names = list(active) if adapter_names is None else _listed(adapter_names)
         if not names:
             raise DiffLoRAError("no adapter is active, so there is nothing to fuse; set_adapters first or pass names.")
-        engine.known(names)
         engine.fuse(wanted, {name: scaled(active.get(name, Strength()), factor) for name in names})
 
 
-def _listed(components: list[str] | str) -> list[str]:
-    return [components] if isinstance(components, str) else list(components)
+def _only_moot(method: str, kwargs: Mapping[str, Any]) -> None:
+    unknown = [name for name in kwargs if name.removeprefix("un") not in _MOOT_FUSING]
+    if unknown:
+        raise TypeError(f"{method}() got unexpected arguments: {some(unknown)}")
+
+
+def _listed(names: list[str] | str) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
 
 
 def _fusable(pipe: Any, models: Mapping[str, object]) -> list[str]:
-    """diffusers' default per pipeline class: what its loader mixin lists, as far as it is there."""
-    listed = getattr(pipe, "_lora_loadable_modules", None) or list(models)
+    """What the pipeline's own `fuse_lora` fuses unless told otherwise, as far as it is there; else every component."""
+    own = getattr(pipe._difflora_base, "fuse_lora", None)
+    listed = inspect.signature(own).parameters["components"].default if own is not None else models
     return [name for name in listed if name in models]
 
 
 def unfuse_lora(self: Any, components: list[str] | str | None = None, **kwargs: Any) -> None:
-    """Take fused adapters out again; the base is bit-identical where nothing else acts."""
+    """Take fused adapters out again (of every component unless some are named); what is active acts as before."""
+    _only_moot("unfuse_lora", kwargs)
     engine = engine_of(self)
-    engine.unfuse(list(engine.fused) if components is None else _listed(components))
+    wanted = list(engine.fused) if components is None else _listed(components)
+    unknown = [name for name in wanted if name not in engine.models and name not in engine.fused]
+    if unknown or (components is not None and not wanted):
+        raise DiffLoRAError(f"components={components!r}; expected some of {some(engine.models)}.")
+    engine.unfuse(wanted)
 
 
 def fused_loras(self: Any) -> set[str]:
     """The names of the adapters that are fused."""
-    return {name for fused in engine_of(self).fused.values() for name in fused}
+    return {one.name for fused in engine_of(self).fused.values() for one in fused}
 
 
 def num_fused_loras(self: Any) -> int:
@@ -186,8 +187,7 @@ def num_fused_loras(self: Any) -> int:
 
 def set_lora_device(self: Any, adapter_names: list[str] | str, device: Any) -> None:
     """Keep these adapters' factors on `device`.  They are brought to the weights when needed."""
-    names = [adapter_names] if isinstance(adapter_names, str) else list(adapter_names)
-    engine_of(self).move(names, device)
+    engine_of(self).move(_listed(adapter_names), device)
 
 
 def enable_lora_hotswap(self: Any, target_rank: int = 128, check_compiled: str = "error") -> None:

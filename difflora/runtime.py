@@ -33,6 +33,24 @@ class Loaded:
     mode: Mode
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Fused:
+    """An adapter that stays in the weights at this strength, whatever becomes of its name."""
+
+    name: str
+    held: Loaded
+    given: Strength
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one call asks for: its own set (None: what is in force around it), more adapters, a factor on all."""
+
+    base: Mix | None = None
+    extra: tuple[tuple[str, Strength], ...] = ()
+    factor: float = 1.0
+
+
 class Engine:
     """Adapters and weights of the components that one or more pipelines share."""
 
@@ -43,8 +61,8 @@ class Engine:
         self.loaded: dict[str, Loaded] = {}
         self.active = Mix()
         self.enabled = True
-        self.override: Mix | None = None
-        self.fused: dict[str, dict[str, tuple[Loaded, Strength]]] = {}
+        self.requests: list[Request] = []
+        self.fused: dict[str, list[Fused]] = {}
         self.pipelines: weakref.WeakSet[Any] = weakref.WeakSet()
 
     # ---- what is loaded -------------------------------------------------------------------------------------------
@@ -98,15 +116,23 @@ class Engine:
         """Unload adapters; the base comes back bit for bit where nothing else acts."""
         with self.lock:
             self.known(names)
+            busy = {name for r in self.requests for name, _ in (*(r.base.items if r.base else ()), *r.extra)}
+            if busy & set(names):
+                raise DiffLoRAError(
+                    f"{some(busy & set(names))} is in use by the call (or with block) that is running; "
+                    "unload it afterwards."
+                )
             self.activate(Mix(tuple(item for item in self.active.items if item[0] not in names)))
-            for name in names:
+            for name in set(names):
                 del self.loaded[name]
+            # With nothing left to disable, the next adapter starts enabled.
+            self.enabled = self.enabled or not self.loaded
 
     def clear(self) -> None:
         """Unload everything, fused adapters too."""
         with self.lock:
-            self.unfuse(list(self.fused))
             self.forget(list(self.loaded))
+            self.unfuse(list(self.fused))
 
     def move(self, names: Collection[str], device: Any) -> None:
         """Keep the factors of these adapters on `device`."""
@@ -151,7 +177,8 @@ class Engine:
             self.known([name for name, _ in named])
             if len(dict(named)) < len(named):
                 raise DiffLoRAError(f"one adapter is named twice in {some(map(repr, asked))}; give it one weight.")
-            wanted = composing.mix(dict(named), self.models)
+            parts = {c for held in self.loaded.values() for c in held.bound.sections}
+            wanted = composing.mix(dict(named), self.models.keys() | parts)
             for name, given in wanted.items:
                 if given.patterns:
                     composing.check_patterns(given, name, self._paths(self.loaded[name].bound.adapter))
@@ -185,16 +212,15 @@ class Engine:
                 raise
 
     @contextmanager
-    def call(self, wanted: Mix | None) -> Iterator[None]:
-        """Run with `wanted` in force (None: what is in force already) and put the former set back, whatever happens."""
+    def call(self, request: Request) -> Iterator[None]:
+        """Run with `request` in force and put back what was in force before, whatever happens."""
         with self.lock:
-            before = self.override
-            self.override = wanted if wanted is not None else before
+            self.requests.append(request)
             try:
                 self.refresh()
                 yield
             finally:
-                self.override = before
+                self.requests.pop()
                 self.refresh()
 
     # ---- fused adapters -------------------------------------------------------------------------------------------
@@ -205,25 +231,26 @@ class Engine:
             unknown = [name for name in components if name not in self.models]
             if unknown:
                 raise DiffLoRAError(f"there is no component {some(unknown)}; the components are {some(self.models)}.")
-            before = {component: dict(held) for component, held in self.fused.items()}
-            for name, given in strengths.items():
-                held = self.loaded[name]
-                for component in components:
-                    if held.bound.sections.get(component):
-                        self.fused.setdefault(component, {})[name] = (held, given)
-            if self.fused == before:
+            self.known(strengths)
+            adapters = [Fused(name, self.loaded[name], given) for name, given in strengths.items()]
+            fused = {component: self._fused_in(component, adapters) for component in components}
+            if not any(one in fused[component] for one in adapters for component in components):
                 raise DiffLoRAError(f"{some(strengths)} changes nothing in {some(components)}, so nothing was fused.")
-            self._refresh_fused(before)
+            self._fuse_exactly({**self.fused, **fused})
+
+    def _fused_in(self, component: str, adapters: list[Fused]) -> list[Fused]:
+        """What is fused in a component once `adapters` are: each of them once, at its newest strength."""
+        new = [one for one in adapters if one.held.bound.sections.get(component)]
+        again = {id(one.held.report) for one in new}
+        return [*(one for one in self.fused.get(component, ()) if id(one.held.report) not in again), *new]
 
     def unfuse(self, components: Collection[str]) -> None:
         """Take fused adapters out of these components."""
         with self.lock:
-            before = dict(self.fused)
-            for component in components:
-                self.fused.pop(component, None)
-            self._refresh_fused(before)
+            self._fuse_exactly({c: fused for c, fused in self.fused.items() if c not in components})
 
-    def _refresh_fused(self, before: dict[str, dict[str, tuple[Loaded, Strength]]]) -> None:
+    def _fuse_exactly(self, fused: dict[str, list[Fused]]) -> None:
+        before, self.fused = self.fused, fused
         try:
             self.refresh()
         except BaseException:
@@ -232,23 +259,41 @@ class Engine:
 
     # ---- what acts ------------------------------------------------------------------------------------------------
 
+    def in_force(self) -> Mix:
+        """The active set, or what the calls that are running make of it."""
+        items = self.active.items if self.enabled else ()
+        for request in self.requests:
+            items = (request.base.items if request.base is not None else items) + request.extra
+            items = tuple((name, composing.scaled(given, request.factor)) for name, given in items)
+        return Mix(items)
+
     def refresh(self) -> None:
         """Bring weights and forwards to what is asked for now."""
         with self.lock:
-            wanted = self.override if self.override is not None else self.active if self.enabled else Mix()
             self.executor.look()
-            self.executor.switch(self._asked(wanted))
+            self.executor.switch(self._asked(self.models))
 
-    def _asked(self, wanted: Mix) -> dict[Place, list[tuple[Section, float, Mode]]]:
-        """Per module, the sections that act on it with their weights: the fused set's, then those of `wanted`."""
+    def release(self, component: str) -> None:
+        """Let go of a component that no pipeline has any more; its weights are the base's again."""
+        with self.lock:
+            self.executor.look()
+            self.executor.switch(self._asked(self.models.keys() - {component}))
+            binding.unwrapped(self.models.pop(component)).__dict__.pop(Anchor.KEY, None)
+
+    def _asked(self, components: Collection[str]) -> dict[Place, list[tuple[Section, float, Mode]]]:
+        """Per module, the sections that act on it with their weights: the fused adapters', then those in force."""
         asked: dict[Place, list[tuple[Section, float, Mode]]] = {}
-        for component, fused in self.fused.items():
-            for held, given in fused.values():
-                _ask(asked, held, given, component)
-        for name, given in wanted.items:
-            for component in self.loaded[name].bound.sections:
-                if name not in self.fused.get(component, {}):
-                    _ask(asked, self.loaded[name], given, component)
+        wanted = self.in_force().items
+        for component in components:
+            fused = self.fused.get(component, ())
+            # By report: it stays the same object when the factors are moved, and is another for another adapter.
+            inside = {id(one.held.report) for one in fused}
+            for one in fused:
+                _ask(asked, one.held, one.given, component)
+            for name, given in wanted:
+                held = self.loaded[name]
+                if id(held.report) not in inside and component in held.bound.sections:
+                    _ask(asked, held, given, component)
         return asked
 
 
@@ -272,5 +317,6 @@ class Anchor:
     def __deepcopy__(self, memo: dict[int, Any]) -> Anchor:
         return Anchor()
 
-    def __reduce__(self) -> tuple[type[Anchor], tuple[()]]:
-        return Anchor, ()
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # A pickle names nothing of this library, so it can be read without it.
+        return type(None), ()

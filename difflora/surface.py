@@ -1,22 +1,23 @@
-"""What an attached pipeline can do: difflora's own method names, and the call that carries adapters per request."""
+"""What an attached pipeline can do: difflora's own method names, and the engine that they work on."""
 
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difflora import binding, factors, prompt
-from difflora.composing import scaled, strength
+from difflora import binding, calls
+from difflora.composing import strength
 from difflora.formats.errors import DiffLoRAError, some
 from difflora.loading import Source, normalise, read
-from difflora.runtime import Anchor, Engine
+from difflora.runtime import Anchor, Engine, Request
 from difflora.sources import Hub
-from difflora.types import Adapter, LoadReport, Mix, Mode, Strength
+from difflora.table import LoraTable, table
+from difflora.types import Adapter, LoadReport, Mix, Mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,10 +25,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 _MODES = ("auto", "merged", "kernel")
-_PROMPT = re.compile(r"prompt(_\d+)?")
-_NEGATIVE = re.compile(r"negative_prompt(_\d+)?")
-# What pipelines call the argument whose "scale" multiplies every adapter of one call.
-_SCALE_ARGUMENTS = ("cross_attention_kwargs", "joint_attention_kwargs", "attention_kwargs")
 
 
 # ---- the engine of a pipeline ---------------------------------------------------------------------------------------
@@ -41,28 +38,52 @@ def engine_on(model: nn.Module) -> Engine | None:
 
 def engine_of(pipe: Any) -> Engine:
     """The engine of an attached pipeline, brought up to date with the components that it has now."""
-    models = binding.components(pipe)
-    for model in models.values():
-        engine = engine_on(model)
-        if engine is not None:
-            adopt(engine, pipe)
-            return engine
-    raise DiffLoRAError("none of the components is attached any more; call difflora.attach(pipe) again.")
+    engine = engine_behind(pipe)
+    adopt(engine, pipe)
+    return engine
+
+
+def engine_behind(pipe: Any) -> Engine:
+    """The engine of an attached pipeline, as it was left: what unloads, whatever became of the components."""
+    engines = [engine for model in binding.components(pipe).values() if (engine := engine_on(model)) is not None]
+    own = [engine for engine in engines if pipe in engine.pipelines]
+    if not engines:
+        raise DiffLoRAError("none of the components is attached any more; call difflora.attach(pipe) again.")
+    return (own or engines)[0]
 
 
 def adopt(engine: Engine, pipe: Any) -> None:
-    """Take over components that the pipeline got since; DiffLoRAError if adapters act on the one that was replaced."""
+    """Take over the components that the pipeline has now, and let go of those that no pipeline has.
+
+    Raises DiffLoRAError if adapters act on one that was replaced, or if another engine owns one.
+    """
     with engine.lock:
-        for name, model in binding.components(pipe).items():
-            known = engine.models.get(name)
-            if known is not None and binding.unwrapped(known) is not binding.unwrapped(model):
-                if any(place[0] == name for place in (*engine.executor.sites, *engine.executor.beside)):
-                    raise DiffLoRAError(
-                        f"{name} was replaced while adapters act on it; unload them before assigning another {name}."
-                    )
-                binding.unwrapped(known).__dict__.pop(Anchor.KEY, None)
+        now = binding.components(pipe)
+        replaced = [n for n, m in now.items() if n in engine.models and _other(engine.models[n], m)]
+        acting = {place[0] for place in (*engine.executor.sites, *engine.executor.beside)}
+        for name in now:
+            if name in replaced and name in acting:
+                raise DiffLoRAError(
+                    f"{name} was replaced while adapters act on it; unload them before assigning another {name}."
+                )
+            if engine_on(now[name]) not in (None, engine):
+                raise DiffLoRAError(
+                    f"{name} belongs to another attached pipeline; detach that one first, so that one engine owns it."
+                )
+        for name in replaced:
+            binding.unwrapped(engine.models[name]).__dict__.pop(Anchor.KEY, None)
+        for name, model in now.items():
             engine.models[name] = model
-            binding.unwrapped(model).__dict__[Anchor.KEY] = Anchor(engine)
+            if engine_on(model) is None:
+                binding.unwrapped(model).__dict__[Anchor.KEY] = Anchor(engine)
+        if engine.models.keys() - now.keys():
+            held = {name for other in {*engine.pipelines, pipe} for name in binding.components(other)}
+            for name in engine.models.keys() - held:
+                engine.release(name)
+
+
+def _other(one: nn.Module, two: nn.Module) -> bool:
+    return binding.unwrapped(one) is not binding.unwrapped(two)
 
 
 # ---- loading and activating -----------------------------------------------------------------------------------------
@@ -98,10 +119,23 @@ def load_lora(
     engine = engine_of(self)
     if mode not in _MODES:
         raise DiffLoRAError(f"mode={mode!r}; expected one of {some(_MODES)}.")
+    if name is not None and not isinstance(name, str):
+        raise DiffLoRAError(f"name={name!r}; expected a string.")
     with engine.lock:
-        given = strength(weight, name or "the adapter", engine.models)
+        given = strength(weight, "the adapter" if name is None else name, engine.models)
         adapter = opened(engine, source, folders, hub, allow_pickle, family, component)
-        return engine.enter(adapter, name or adapter.name, given, mode, strict, alone=False)
+        called = name if name is not None else _own_name(adapter, engine.loaded)
+        return engine.enter(adapter, called, given, mode, strict, alone=False)
+
+
+def _own_name(adapter: Adapter, taken: Collection[str]) -> str:
+    """What an adapter is called unless the user says: after its file, or `lora_{i}` for a state dict."""
+    return adapter.name if adapter.path is not None else free_name("lora_{}", taken)
+
+
+def free_name(form: str, taken: Collection[str]) -> str:
+    """The first of `form` with 0, 1, 2, ... that is not taken."""
+    return next(name for i in itertools.count() if (name := form.format(i)) not in taken)
 
 
 def opened(
@@ -136,214 +170,41 @@ def set_loras(self: Any, weights: Mapping[str, Any]) -> None:
 
 def unload_lora(self: Any, name: str) -> None:
     """Unload one adapter; weights that nothing else changes are bit-identical to before it was loaded."""
-    engine = engine_of(self)
+    engine = engine_behind(self)
     engine.forget([engine.resolve(name)])
 
 
 def unload_loras(self: Any) -> None:
     """Unload every adapter; the base is bit-identical to before the first was loaded."""
-    engine = engine_of(self)
-    engine.clear()
-
-
-# ---- what is loaded -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class LoraState:
-    """One loaded adapter: what it is, and how it acts now (`weight` is None while it is inactive)."""
-
-    name: str
-    weight: Any
-    layout: str
-    family: str | None
-    components: tuple[str, ...]
-    modules: int
-    ranks: tuple[int, ...]
-    bytes: int
-    device: str
-    mode: str
-    source: str
-
-
-class LoraTable(tuple[LoraState, ...]):
-    """The loaded adapters in loading order; prints as a table."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        if not self:
-            return "no adapters loaded"
-        head = ("name", "weight", "layout", "family", "components", "modules", "rank", "MB", "device", "mode")
-        rows = [head, *(_row(state) for state in self)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
-
-
-def _row(state: LoraState) -> tuple[str, ...]:
-    weight = "-" if state.weight is None else str(state.weight)
-    rank = "..".join(str(r) for r in sorted({state.ranks[0], state.ranks[-1]})) if state.ranks else "-"
-    return (
-        state.name, weight, state.layout, state.family or "-", ",".join(state.components), str(state.modules), rank,
-        f"{state.bytes / 1e6:.2f}", state.device, state.mode,
-    )  # fmt: skip
+    engine_behind(self).clear()
 
 
 def loras(self: Any) -> LoraTable:
     """What is loaded, what is active and how strongly, where it is and how big; prints as a table."""
-    engine = engine_of(self)
-    with engine.lock:
-        active: dict[str, list[Any]] = {}
-        for name, given in engine.active.items:
-            active.setdefault(name, []).append(_shown(given))
-        return LoraTable(_state(engine, name, active.get(name)) for name in engine.loaded)
-
-
-def _shown(given: Strength) -> Any:
-    if not given.components and not given.patterns:
-        return given.default
-    return {**dict(given.components), **{f"{c}.{p}" if c else p: w for c, p, w in given.patterns}}
-
-
-def _state(engine: Engine, name: str, weights: list[Any] | None) -> LoraState:
-    held = engine.loaded[name]
-    report = held.report
-    tensors = factors.tensors(held.bound)
-    return LoraState(
-        name,
-        None if weights is None else weights[0] if len(weights) == 1 else weights,
-        report.layout,
-        report.family,
-        tuple(component for component, sites in held.bound.sections.items() if sites),
-        len(report.matched),
-        report.ranks,
-        sum(t.numel() * t.element_size() for t in tensors),
-        ",".join(sorted({str(t.device) for t in tensors})),
-        engine.acting(name),
-        report.source,
-    )
+    return table(engine_of(self))
 
 
 # ---- one call -------------------------------------------------------------------------------------------------------
 
 
 def call(pipe: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], loras: Any) -> Any:
-    """Run the pipeline's own call with the adapters that this request asks for, tags and `scale` included."""
+    """Run the pipeline's own call with the adapters that this call asks for; other threads queue until it is done."""
     engine = engine_of(pipe)
     bound = inspect.signature(run).bind_partial(pipe, *args, **kwargs)
-    given = bound.arguments
-    tags = _cut_tags(given)
-    factor = _cut_scale(given)
-    with engine.lock:
-        wanted = _wanted(engine, given, loras, tags, factor)
-        with engine.call(wanted):
-            return run(*bound.args, **bound.kwargs)
+    with engine.lock, engine.call(calls.request(engine, bound.arguments, loras)):
+        return run(*bound.args, **bound.kwargs)
 
 
-def _cut_tags(given: dict[str, Any]) -> tuple[prompt.Tag, ...]:
-    """Remove the tags from every prompt argument, in place in `given`; the one set of tags that they agree on."""
-    found: dict[str, tuple[prompt.Tag, ...]] = {}
-    for name, value in list(given.items()):
-        if _NEGATIVE.fullmatch(name) and any(prompt.parse(text)[1] for text in _texts(value)):
-            raise DiffLoRAError(f"{name} holds an adapter tag; tags belong in prompt. Remove it, or use loras=.")
-        if not _PROMPT.fullmatch(name) or not _texts(value):
-            continue
-        parsed = [prompt.parse(text) for text in _texts(value)]
-        if len({tags for _, tags in parsed}) > 1:
-            raise DiffLoRAError(
-                f"the prompts of one call carry different adapter tags in {name}: different sets in one batch are not "
-                "supported yet. Give all prompts the same tags, or call once per set."
-            )
-        found[name] = parsed[0][1]
-        given[name] = parsed[0][0] if isinstance(value, str) else [text for text, _ in parsed]
-    tags = found.get("prompt", ())
-    others = [name for name, own in found.items() if own and own != tags]
-    if others:
-        raise DiffLoRAError(f"the tags of {some(others)} differ from those of prompt; give them once, in prompt.")
-    return tags
-
-
-def _texts(value: Any) -> list[str]:
-    texts = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
-    return [text for text in texts if isinstance(text, str)]
-
-
-def _cut_scale(given: dict[str, Any]) -> float | None:
-    """diffusers' `{"scale": s}` of this call, taken out of its argument; no PEFT layer is there to read it."""
-    for name in _SCALE_ARGUMENTS:
-        value = given.get(name)
-        if isinstance(value, Mapping) and "scale" in value:
-            rest = {key: item for key, item in value.items() if key != "scale"}
-            given[name] = rest or None
-            return strength(value["scale"], f"{name}['scale']", ()).default
-    return None
-
-
-def _wanted(
-    engine: Engine, given: dict[str, Any], loras: Any, tags: tuple[prompt.Tag, ...], factor: float | None
-) -> Mix | None:
-    if loras is None and not tags and factor is None:
-        return None
-    base = engine.active if loras is None else engine.mix(_one_set(loras, given))
-    if loras is None and not engine.enabled:
-        base = Mix()
-    items = base.items + tuple(_tagged(engine, tag) for tag in tags)
-    if factor is not None:
-        items = tuple((name, scaled(own, factor)) for name, own in items)
-    if loras is not None or tags:
-        _refuse_late_text(engine, given, items)
-    return Mix(items)
-
-
-def _one_set(loras: Any, given: dict[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(loras, list | tuple):
-        return loras  # type: ignore[no-any-return]
-    rows = _row_count(given)
-    if len(loras) != rows:
-        raise DiffLoRAError(f"loras has {len(loras)} sets for {rows} prompts; expected one set per prompt.")
-    if any(one != loras[0] for one in loras):
-        raise DiffLoRAError(
-            "loras holds different sets for one batch, which is not supported yet; call once per set, or give one set."
-        )
-    return loras[0]  # type: ignore[no-any-return]
-
-
-def _row_count(given: dict[str, Any]) -> int:
-    value = given.get("prompt")
-    if value is not None:
-        return 1 if isinstance(value, str) else len(value)
-    embeds = given.get("prompt_embeds")
-    return len(embeds) if embeds is not None else 1
-
-
-def _tagged(engine: Engine, tag: prompt.Tag) -> tuple[str, Strength]:
-    name = engine.resolve(tag.name)
-    engine.known([name])
-    if tag.text_encoder == tag.denoiser:
-        return name, Strength(tag.denoiser)
-    encoders = tuple((c, tag.text_encoder) for c in engine.models if c.startswith("text_encoder"))
-    return name, Strength(tag.denoiser, encoders)
-
-
-def _refuse_late_text(engine: Engine, given: dict[str, Any], items: tuple[tuple[str, Strength], ...]) -> None:
-    """With ready prompt embeddings, what this call asks of a text encoder could not act any more."""
-    if given.get("prompt_embeds") is None:
-        return
-    for name, own in items:
-        parts = [c for c in engine.loaded[name].bound.sections if c.startswith("text_encoder")]
-        acting = [c for c in parts if dict(own.components).get(c, own.default) != 0.0]
-        if acting:
-            raise DiffLoRAError(
-                f"{name!r} changes {some(acting)}, but prompt_embeds are given, so the text is encoded already. Set "
-                f"its weight there to 0 ({{'{acting[0]}': 0}}), or pass the prompt itself."
-            )
+def base_only(pipe: Any) -> AbstractContextManager[None]:
+    """Inside, the weights are the base with what is fused: what is written to disk holds no active adapter."""
+    return engine_of(pipe).call(Request(base=Mix()))
 
 
 @contextmanager
 def lora(self: Any, weights: Mapping[str, Any]) -> Iterator[None]:
     """`with pipe.lora({"style": 0.8}):` exactly these adapters are in force inside, whatever was active before."""
     engine = engine_of(self)
-    with engine.lock, engine.call(engine.mix(weights)):
+    with engine.lock, engine.call(Request(base=engine.mix(weights))):
         yield
 
 

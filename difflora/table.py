@@ -1,0 +1,85 @@
+"""What is loaded, as `pipe.loras` shows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from difflora import factors
+from difflora.runtime import Engine
+from difflora.types import Strength
+
+_HEAD = ("name", "weight", "layout", "family", "components", "modules", "rank", "MB", "device", "mode")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraState:
+    """One loaded adapter: what it is, and how it acts now (`weight` is None while it is inactive)."""
+
+    name: str
+    weight: Any
+    layout: str
+    family: str | None
+    components: tuple[str, ...]
+    modules: int
+    ranks: tuple[int, ...]
+    bytes: int
+    device: str
+    mode: str
+    source: str
+
+
+class LoraTable(tuple[LoraState, ...]):
+    """The loaded adapters in loading order; prints as a table."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no adapters loaded"
+        rows = [_HEAD, *map(_row, self)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
+        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def table(engine: Engine) -> LoraTable:
+    """The adapters of an engine, with their weights in the active set."""
+    with engine.lock:
+        active = {name: _shown(given) for name, given in engine.active.items}
+        return LoraTable(_state(engine, name, active.get(name)) for name in engine.loaded)
+
+
+def _row(state: LoraState) -> tuple[str, ...]:
+    weight = "-" if state.weight is None else str(state.weight)
+    rank = "..".join(str(r) for r in sorted({state.ranks[0], state.ranks[-1]})) if state.ranks else "-"
+    # A name may be any string; a table row is one line.
+    name = state.name if state.name.isprintable() and state.name.strip() else repr(state.name)
+    return (
+        name, weight, state.layout, state.family or "-", ",".join(state.components), str(state.modules), rank,
+        f"{state.bytes / 1e6:.2f}", state.device, state.mode,
+    )  # fmt: skip
+
+
+def _shown(given: Strength) -> Any:
+    if not given.components and not given.patterns:
+        return given.default
+    return {**dict(given.components), **{f"{c}.{p}" if c else p: w for c, p, w in given.patterns}}
+
+
+def _state(engine: Engine, name: str, weight: Any) -> LoraState:
+    held = engine.loaded[name]
+    report = held.report
+    tensors = factors.tensors(held.bound)
+    return LoraState(
+        name,
+        weight,
+        report.layout,
+        report.family,
+        tuple(component for component, sites in held.bound.sections.items() if sites),
+        len(report.matched),
+        report.ranks,
+        sum(t.numel() * t.element_size() for t in tensors),
+        ",".join(sorted({str(t.device) for t in tensors})),
+        engine.acting(name),
+        report.source,
+    )
