@@ -37,7 +37,8 @@ _out = Console(markup=False, highlight=False)
 _log = Console(stderr=True, markup=False, highlight=False)
 
 BUNDLED = "difflora-demo"  # what pictures call the bundled model
-BUNDLED_STEPS = 16
+# How that model is called unless asked otherwise; its prompts are short, and FLUX pays for every padded token.
+BUNDLED_CALL = {"num_inference_steps": 16, "max_sequence_length": 32}
 LAST_SEED = 2**32 - 1
 
 
@@ -161,10 +162,9 @@ def generate(
     folders = tuple(lora_dir or ())
     asked = asked_loras(prompt, negative, lora or (), folders)
     first = random.SystemRandom().randint(0, LAST_SEED) if seed < 0 else seed
-    steps = BUNDLED_STEPS if steps is None and model is None else steps
     request = Request(prompt, first, negative, steps, guidance, true_cfg, width, height)
     pipe = _pipeline(model, dtype, device, offload)
-    arguments = _arguments(pipe, request)
+    arguments = {**(BUNDLED_CALL if model is None else {}), **_arguments(pipe, request)}
     applied = _load(pipe, asked, request, folders, strict=not no_strict)
     _log.print(f"seed {first}")
     _run(pipe, request, arguments, files, {**_model_id(model), "loras": applied})
@@ -202,14 +202,14 @@ def demo(
     pipe = _pipeline(None, Precision.FLOAT32, "cpu", Offload.NONE)
     _out.print(_reports([pipe.load_lora(card.path, weight=0.0, name=name) for name, card in CARDS.items()]))
     prompts = list(dict.fromkeys(card.prompt for card in CARDS.values()))
-    sets = [("base", dict[str, float](), BUNDLED_STEPS)]
-    sets += [(name, {name: 1.0}, card.steps) for name, card in CARDS.items()]
-    sets += [(" + ".join(mix), mix, BUNDLED_STEPS) for mix in MIXES]
+    sets: list[tuple[str, dict[str, float], dict[str, int]]] = [("base", {}, {})]
+    sets += [(name, {name: 1.0}, {"num_inference_steps": card.steps}) for name, card in CARDS.items()]
+    sets += [(" + ".join(mix), mix, {}) for mix in MIXES]
     columns = []
     with _bar(len(sets), "pictures") as advance:
-        for _, weights, steps in sets:
+        for _, weights, own in sets:
             generators = [_generator(seed) for _ in prompts]
-            made = pipe(prompt=prompts, loras=weights, generator=generators, num_inference_steps=steps)
+            made = pipe(prompt=prompts, loras=weights, generator=generators, **{**BUNDLED_CALL, **own})
             columns.append(made.images)
             advance()
     save_png(grid(list(zip(*columns, strict=True)), prompts, [label for label, _, _ in sets], zoom=2), file)
@@ -492,6 +492,7 @@ def _job(pipe: Any, request: Request, image: Image, settings: Mapping[str, Any])
         negative_prompt=request.negative_prompt,
         guidance=settings.get("guidance_scale"),
         true_cfg=settings.get("true_cfg_scale"),
+        max_sequence_length=settings.get("max_sequence_length"),
         versions=(("difflora", __version__), *((name, version(name)) for name in libraries)),
     )
 

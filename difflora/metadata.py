@@ -80,7 +80,8 @@ class Job:
     """Everything needed to make one picture again.
 
     `prompt` has its tags left in; `loras` is the set that they, and whatever was active, came to.  `guidance` is the
-    pipeline's `guidance_scale`, `true_cfg` its `true_cfg_scale`.  The seed is that of a generator on the CPU.
+    pipeline's `guidance_scale`, `true_cfg` its `true_cfg_scale`; `max_sequence_length`, to which some pad the prompt,
+    changes pictures too.  The seed is that of a generator on the CPU.
     """
 
     prompt: str
@@ -95,6 +96,7 @@ class Job:
     negative_prompt: str | None = None
     guidance: float | None = None
     true_cfg: float | None = None
+    max_sequence_length: int | None = None
     model_hash: str | None = None
     loras: tuple[Applied, ...] = ()
     versions: tuple[tuple[str, str], ...] = ()
@@ -146,6 +148,7 @@ _JOB: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("seed", "steps", "width", "height"), (int,)),
     **dict.fromkeys(("negative_prompt", "model_hash"), _MAYBE_TEXT),
     **dict.fromkeys(("guidance", "true_cfg"), _MAYBE_NUMBER),
+    "max_sequence_length": (int, NoneType),
     "loras": (list,),
     "versions": (dict,),
 }

@@ -113,6 +113,7 @@ def test_generate_draws_what_the_library_draws_and_says_how(run: Run, here: Path
     )  # fmt: skip
     assert (job.steps, job.guidance, job.width, job.height) == (2, 2.5, 16, 16)
     assert (job.scheduler, job.dtype, job.negative_prompt) == ("FlowMatchEulerDiscreteScheduler", "float32", None)
+    assert job.max_sequence_length == 512
     assert dict(job.versions)["torch"] == torch.__version__
     style, both = job.loras
     assert (style.name, style.source, style.components) == (
@@ -392,7 +393,7 @@ def test_demo_draws_prompts_by_adapters(run: Run, here: Path, monkeypatch: pytes
     monkeypatch.setattr(demo, "load", load)
     monkeypatch.setattr(demo, "CARDS", cards)
     monkeypatch.setattr(cli, "MIXES", ({"both": 0.5, "style": 1.0},))
-    monkeypatch.setattr(cli, "BUNDLED_STEPS", 2)
+    monkeypatch.setattr(cli, "BUNDLED_CALL", {"num_inference_steps": 2, "max_sequence_length": 8})
     monkeypatch.setenv("COLUMNS", "120")
     code, out, _ = run("demo", "--seed", "5")
     assert code == 0
@@ -402,7 +403,9 @@ def test_demo_draws_prompts_by_adapters(run: Run, here: Path, monkeypatch: pytes
     pipe = difflora.attach(load())
     pipe.load_lora(cards["both"].path, weight=0.5)
     pipe.load_lora(cards["style"].path)
-    made = pipe("a dog", num_inference_steps=2, generator=torch.Generator().manual_seed(5)).images[0]
+    made = pipe(
+        "a dog", num_inference_steps=2, max_sequence_length=8, generator=torch.Generator().manual_seed(5)
+    ).images[0]
     expected = np.asarray(made.resize((32, 32), Image.Resampling.NEAREST))
     windows = np.lib.stride_tricks.sliding_window_view(sheet, (32, 32, 3))[:, :, 0]
     assert int((windows == expected).all(axis=(2, 3, 4)).sum()) == 1

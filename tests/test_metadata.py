@@ -40,6 +40,7 @@ JOB = Job(
     dtype="bfloat16",
     negative_prompt='blurry: yes, "quoted"\nsecond line',
     guidance=3.5,
+    max_sequence_length=512,
     loras=(
         Applied(
             "my style",
