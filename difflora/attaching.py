@@ -6,7 +6,6 @@ the engine hangs on the component modules, so pipelines over the same components
 
 from __future__ import annotations
 
-import copyreg
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -117,4 +116,4 @@ def _save(base: Any) -> Any:
 def _reduce(self: Any, protocol: Any) -> Any:
     """Pickle and copy as the base class: the attached type has no name of its own to be found by."""
     reduced = object.__reduce_ex__(self, 2 if protocol < 2 else protocol)
-    return (copyreg.__newobj__, (getattr(type(self), _BASE),), *reduced[2:])  # type: ignore[attr-defined]
+    return (object.__new__, (getattr(type(self), _BASE),), *reduced[2:])

@@ -190,7 +190,12 @@ def loras(self: Any) -> LoraTable:
 def call(pipe: Any, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], loras: Any) -> Any:
     """Run the pipeline's own call with the adapters that this call asks for; other threads queue until it is done."""
     engine = engine_of(pipe)
-    bound = inspect.signature(run).bind_partial(pipe, *args, **kwargs)
+    signature = inspect.signature(run)
+    # Some pipelines swallow any keyword; one that is about adapters would change nothing there, unnoticed.
+    stray = [n for n in kwargs if n not in signature.parameters and ("lora" in n or n.startswith("adapter"))]
+    if stray:
+        raise TypeError(f"the call got {some(stray)}, which nothing reads; expected loras= or prompt tags.")
+    bound = signature.bind_partial(pipe, *args, **kwargs)
     with engine.lock, engine.call(calls.request(engine, bound.arguments, loras)):
         return run(*bound.args, **bound.kwargs)
 

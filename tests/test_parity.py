@@ -44,7 +44,7 @@ Pairs = dict[Place, Pair]
 
 
 def base(family: str) -> Any:
-    return copy.deepcopy(_BUILT[family])
+    return tiny.BUILDERS[family]()
 
 
 def real(model: nn.Module, path: str) -> nn.Module:
