@@ -124,8 +124,12 @@ def stack(parts: Iterable[tuple[Section, float]], device: torch.device) -> Stack
             first[key] = height
             blocks.append(a.to(device))
             height += delta.rank
-        start = first[key]
-        built.append(Part(section.start, section.stop, start, start + delta.rank, b.to(device), weight * delta.scale))
+        start, scale = first[key], weight * delta.scale
+        if abs(scale) > torch.finfo(torch.float32).max:
+            raise DiffLoRAError(
+                f"the weight of {section.path} times alpha / rank is {scale:g}, no finite number in fp32."
+            )
+        built.append(Part(section.start, section.stop, start, start + delta.rank, b.to(device), scale))
     return Stack(torch.cat(blocks) if len(blocks) > 1 else blocks[0], tuple(built))
 
 

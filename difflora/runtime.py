@@ -202,9 +202,9 @@ class Engine:
                 raise
 
     def enable(self, on: bool) -> None:
-        """Let the active set act, or the base alone."""
+        """Let the active set act, or the base alone; with nothing loaded there is nothing to disable."""
         with self.lock:
-            before, self.enabled = self.enabled, on
+            before, self.enabled = self.enabled, on or not self.loaded
             try:
                 self.refresh()
             except BaseException:
