@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +20,16 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 from accelerate import cpu_offload, cpu_offload_with_hook, disk_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_submodules
 from accelerate.hooks import ModelHook as AccelerateHook
+from diffusers import TensorParallelConfig
 from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading, apply_layerwise_casting
+from diffusers.hooks.tensor_parallel import apply_tensor_parallel
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.tensor import DTensor
 
 import difflora
 
@@ -460,7 +467,9 @@ def test_a_merge_into_weights_on_disk_is_refused(tmp_path: Path) -> None:
     pipe = pipeline()
     file = adapter(pipe.transformer)
     disk_offload(pipe.transformer, str(tmp_path), CPU)
-    with pytest.raises(difflora.DiffLoRAError, match=r"'a' asks for mode='merged'.*on disk.*transformer\.norm_out\.linear"):
+    with pytest.raises(
+        difflora.DiffLoRAError, match=r"'a' asks for mode='merged'.*on disk.*transformer\.norm_out\.linear"
+    ):
         pipe.load_lora(file, name="a", mode="merged")
     assert torch.equal(tiny.run(pipe), untouched())
 
@@ -591,3 +600,110 @@ def test_hooks_of_which_the_inner_one_goes_first(order: tuple[str, str]) -> None
         pipe.set_loras({"a": WEIGHT})
         assert torch.equal(tiny.run(pipe) - tiny.run(twin), difference)
         assert difference.abs().max() > 1e-2
+
+
+# ---- tensor parallelism ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    """A mesh of this one process; the group is gone again before the tests of the next file."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def parallelise(pipe: Any, mesh: Any) -> None:
+    """FLUX's own plan, as `enable_parallelism` applies it (which itself wants an accelerator)."""
+    config = TensorParallelConfig(mesh=mesh)
+    config.setup(dist.get_rank(), dist.get_world_size(), CPU, mesh)
+    apply_tensor_parallel(pipe.transformer, config, pipe.transformer._tp_plan)
+
+
+@pytest.mark.parametrize("mode", ["kernel", "auto"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_tensor_parallel(when: str, mode: Any, mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DTensor weights are left alone: the adapter acts inside the sharded layers, one that was merged comes out."""
+    monkeypatch.setattr("diffusers.hooks.tensor_parallel._SUPPORTED_TP_DEVICES", ("cpu",))
+    pipe, twin = pipeline(), pipeline(False)
+    file = adapter(twin.transformer)
+    if when == "before":
+        parallelise(pipe, mesh)
+    pipe.load_lora(file, WEIGHT, name="a", mode=mode)
+    if when == "after":
+        close(tiny.run(pipe), by_hand())
+        parallelise(pipe, mesh)
+    parallelise(twin, mesh)
+    assert isinstance(pipe.transformer.transformer_blocks[0].attn.to_q.weight, DTensor)
+    for weight in (WEIGHT, 0.0, WEIGHT):
+        pipe.set_loras({"a": weight})
+        if weight:
+            close(tiny.run(pipe), by_hand())
+            assert pipe.loras[0].mode == ("kernel" if mode == "kernel" else "merged+kernel")
+        else:
+            assert torch.equal(tiny.run(pipe), tiny.run(twin))
+    pipe.unload_lora("a")
+    assert torch.equal(tiny.run(pipe), tiny.run(twin))
+    assert pipe.transformer.state_dict().keys() == twin.transformer.state_dict().keys()
+    difflora.detach(pipe)
+    assert traces(pipe) == traces(twin)
+    for (name, mine), theirs in zip(pipe.transformer.named_parameters(), twin.transformer.parameters(), strict=True):
+        one, two = (p.to_local() if isinstance(p, DTensor) else p for p in (mine, theirs))
+        assert torch.equal(one, two), name
+
+
+def test_a_merge_into_sharded_weights_is_refused(mesh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diffusers.hooks.tensor_parallel._SUPPORTED_TP_DEVICES", ("cpu",))
+    pipe = pipeline()
+    parallelise(pipe, mesh)
+    with pytest.raises(difflora.DiffLoRAError, match=r"mode='merged', but 5 weights .*sharded.*attn\.to_q"):
+        pipe.load_lora(adapter(pipeline(False).transformer), name="a", mode="merged")
+
+
+TWO_PROCESSES = """
+import sys
+import torch, torch.distributed as dist
+sys.path.insert(0, "tests")
+import test_hooks as t
+rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", rank=rank, world_size=2, store=store)
+import diffusers.hooks.tensor_parallel as plan
+plan._SUPPORTED_TP_DEVICES = ("cpu",)
+mesh = dist.init_device_mesh("cpu", (2,))
+
+def refused(action):
+    try:
+        action()
+    except t.difflora.DiffLoRAError as error:
+        return str(error)
+
+beside, inside, late = t.pipeline(), t.pipeline(), t.pipeline()
+file = t.adapter(late.transformer)
+base = t.tiny.run(late)
+beside.load_lora(file, name="a", mode="kernel")
+inside.load_lora(file, name="a", mode="merged")
+for pipe in (beside, inside, late):
+    t.parallelise(pipe, mesh)
+torch.testing.assert_close(t.tiny.run(late), base, atol=1e-4, rtol=1e-4)
+for action in (lambda: late.load_lora(file, name="a"), lambda: t.tiny.run(beside), lambda: t.tiny.run(inside)):
+    text = refused(action)
+    assert text and "transformer.single_transformer_blocks.0.proj_mlp" in text and "sharded" in text, text
+assert not late.loras
+torch.testing.assert_close(t.tiny.run(late), base, atol=1e-4, rtol=1e-4)
+beside.unload_lora("a")
+torch.testing.assert_close(t.tiny.run(beside), base, atol=1e-4, rtol=1e-4)
+dist.destroy_process_group()
+"""
+
+
+def test_weights_sharded_over_two_processes_are_refused_by_name(tmp_path: Path) -> None:
+    root = Path(__file__).parent.parent
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, str(rank), str(tmp_path / "store")],
+            cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
