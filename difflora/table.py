@@ -79,7 +79,8 @@ def _state(engine: Engine, name: str, weight: Any) -> LoraState:
         len(report.matched),
         report.ranks,
         sum(t.numel() * t.element_size() for t in tensors),
-        ",".join(sorted({str(t.device) for t in tensors})),
+        # A lone number such as alpha stays in host memory.
+        ",".join(sorted({str(t.device) for t in tensors if t.numel() > 1})),
         engine.acting(name),
         report.source,
     )
