@@ -185,7 +185,7 @@ def test_parameters_of_a_distilled_model() -> None:
 def test_parameters_without_adapters() -> None:
     job = Job(
         prompt="a, b",
-        model="/models/dream: v2.safetensors",
+        model="/models/夢: v2.safetensors",
         pipeline="StableDiffusionXLPipeline",
         seed=1,
         steps=30,
@@ -198,7 +198,7 @@ def test_parameters_without_adapters() -> None:
     )
     assert parameters(job) == (
         "a, b\nSteps: 30, Sampler: SomeNew, CFG scale: 7, Seed: 1, Size: 64x96, Model hash: 1234567890, "
-        'Model: "dream: v2", RNG: CPU, Version: difflora'
+        'Model: "夢: v2", RNG: CPU, Version: difflora'
     )
 
 
@@ -254,7 +254,9 @@ def test_a1111_reads_the_parameters_back() -> None:
     ("text", "expected"),
     [
         ("just a prompt", Parameters("just a prompt", "", {})),
-        ("a: 1, b: 2", Parameters("a: 1, b: 2", "", {})),
+        ("a: 1, b: 2, c: 3", Parameters("a: 1, b: 2, c: 3", "", {})),
+        ("sun: 1, sea: 2", Parameters("sun: 1, sea: 2", "", {})),
+        ("sun: 1, sea: 2, sky: 3", Parameters("", "", {"sun": "1", "sea": "2", "sky": "3"})),
         ("a\nNegative prompt: b\nc", Parameters("a", "b\nc", {})),
         (
             "two\nlines\nNegative prompt: no\nSteps: 4, Sampler: Euler a, Seed: 7, Size: 512x768",
