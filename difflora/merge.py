@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from difflora.composing import stack
 from difflora.formats.errors import DiffLoRAError
@@ -103,6 +104,11 @@ def _same(one: Tensor, two: Tensor) -> bool:
 
 
 def witness(weight: Tensor) -> tuple[object, ...]:
-    """Changes whenever a weight was moved, cast, replaced or written by someone else."""
+    """Changes whenever a weight was moved, cast, replaced or written by someone else.
+
+    Addresses alone are not enough: a cast there and back may land where it came from.  The weak reference frees the
+    memory and keeps its name from being used again.
+    """
     writes = None if weight.is_inference() else weight._version
-    return (id(weight), weight.data_ptr(), weight.dtype, weight.device, writes)
+    held = StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
+    return (id(weight), held, weight.data_ptr(), weight.dtype, weight.device, writes)
