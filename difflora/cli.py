@@ -9,6 +9,7 @@ import math
 import os
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -80,12 +81,13 @@ CHECKPOINTS = (
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One adapter to load: where from, its file, its name, and the weight that --lora gives it."""
+    """One adapter to load: where from, its file, its name, the weight of --lora, and the source as pictures say it."""
 
     source: str
     file: Path
     name: str
     weight: float
+    shown: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,8 @@ def options(
     # These libraries warn while they are imported, so they must be told before.
     for library in ("DIFFUSERS", "TRANSFORMERS"):
         os.environ.setdefault(f"{library}_VERBOSITY", "info" if verbose else "error")
+    if not verbose:
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"diffusers|transformers|huggingface_hub")
     _log.quiet = quiet
 
 
@@ -243,6 +247,7 @@ def free_files(output: Path, count: int, force: bool) -> list[Path]:
 
 def asked_loras(prompt: str, negative: str | None, specs: Sequence[str], folders: Sequence[Path]) -> tuple[Asked, ...]:
     """The adapters of --lora and of the prompt's tags, each found on disk (or fetched) before any model is loaded."""
+    from difflora.demo import ADAPTERS
     from difflora.prompt import parse
     from difflora.sources import locate
 
@@ -255,11 +260,12 @@ def asked_loras(prompt: str, negative: str | None, specs: Sequence[str], folders
         place = locate(source, folders)
         if place.name in asked:
             raise DiffLoRAError(f"--lora names {place.name!r} twice; give it once.")
-        asked[place.name] = Asked(source, place.file, place.name, weight)
+        asked[place.name] = Asked(source, place.file, place.name, weight, source)
     for tag in tags:
         found = None if tag.name in asked else _tagged(tag.name, folders)
         if found is not None:
-            asked[tag.name] = Asked(str(found), locate(found).file, tag.name, 0.0)
+            shown = tag.name if found == ADAPTERS.get(tag.name) else str(found)
+            asked[tag.name] = Asked(str(found), locate(found).file, tag.name, 0.0, shown)
         elif not asked:
             where = some([*(str(folder / f"{tag.name}.safetensors") for folder in (Path(), *folders))])
             raise DiffLoRAError(
@@ -406,7 +412,7 @@ def _load(
     for one, report in found:
         own = [tag for tag in tags if resolve(tag.name) == one.name]
         digests = hashes(one.file)
-        applied.append(Applied(one.name, one.source, _weights(one, own, report), (), digests.sha256, digests.lora_hash))
+        applied.append(Applied(one.name, one.shown, _weights(one, own, report), (), digests.sha256, digests.lora_hash))
     return tuple(lora for lora in applied if any(weight for _, weight in lora.components))
 
 

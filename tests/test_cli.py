@@ -161,6 +161,16 @@ def test_a_tag_that_names_a_file_in_the_current_folder_is_found(run: Run, here: 
     assert np.array_equal(pixels(here / "a.png"), drawn(model, 1, "a", {"style": 1.0}, here))
 
 
+def test_a_bundled_adapter_is_recorded_by_name(
+    run: Run, here: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(demo.ADAPTERS, "ours", here / "loras" / "style.safetensors")
+    assert run("generate", "a <lora:ours:0.5>", "-o", "a.png", "--model", model, "--seed", 1, *SIZE)[0] == 0
+    assert np.array_equal(pixels(here / "a.png"), drawn(model, 1, "a", {"style": 0.5}, here))
+    (ours,) = read_png(here / "a.png")[1].loras
+    assert (ours.name, ours.source, ours.components) == ("ours", "ours", (("transformer", 0.5),))
+
+
 def test_an_adapter_of_weight_zero_leaves_no_trace(run: Run, here: Path, model: str) -> None:
     assert run("generate", "a", "-o", "a.png", "--lora", "loras/style:0", "--model", model, "--seed", 1, *SIZE)[0] == 0
     assert read_png(here / "a.png")[1].loras == ()
