@@ -105,7 +105,7 @@ class Request:
 
 
 # Mixes that `demo` draws, beside each adapter alone.
-MIXES: tuple[dict[str, float], ...] = ({"night": 1.0, "stripes": 1.0}, {"outline": 1.0, "night": 1.0})
+MIXES: tuple[dict[str, float], ...] = ({"night": 1.0, "stripes": 1.0}, {"heart": 1.0, "night": 1.0})
 
 
 # ---- commands -------------------------------------------------------------------------------------------------------

@@ -422,6 +422,11 @@ def test_demo_draws_prompts_by_adapters(run: Run, here: Path, monkeypatch: pytes
     assert run("demo")[2] == "difflora: difflora-demo.png exists; pass --force to overwrite.\n"
 
 
+def test_the_mixes_of_the_demo_name_bundled_adapters() -> None:
+    assert all(mix.keys() <= demo.CARDS.keys() for mix in cli.MIXES)
+    assert len({tuple(mix) for mix in cli.MIXES}) == len(cli.MIXES) == 2
+
+
 # ---- the program ----------------------------------------------------------------------------------------------------
 
 HEAVY = "{'torch', 'diffusers', 'transformers', 'numpy', 'PIL', 'safetensors', 'huggingface_hub'}"
