@@ -276,6 +276,8 @@ class Cell:
 
     def gone(self) -> None:
         assert torch.equal(tiny.run(self.pipe), tiny.run(self.twin))
+        mine, theirs = traces(self.pipe), traces(self.twin)
+        assert [mine[path] for path in LINEARS] == [theirs[path] for path in LINEARS]
 
 
 @pytest.fixture(autouse=True)
@@ -692,6 +694,8 @@ assert not late.loras
 torch.testing.assert_close(t.tiny.run(late), base, atol=1e-4, rtol=1e-4)
 beside.unload_lora("a")
 torch.testing.assert_close(t.tiny.run(beside), base, atol=1e-4, rtol=1e-4)
+store.set(f"done{rank}", "")  # nobody leaves while the other may still be receiving
+store.wait(["done0", "done1"])
 dist.destroy_process_group()
 """
 
@@ -706,4 +710,5 @@ def test_weights_sharded_over_two_processes_are_refused_by_name(tmp_path: Path) 
         for rank in (0, 1)
     ]  # fmt: skip
     errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], errors
+    if any(process.returncode for process in processes):
+        pytest.fail("\n".join(errors))
