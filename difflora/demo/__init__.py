@@ -5,7 +5,7 @@ Nothing heavy is imported until `load` is called.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +79,8 @@ def load(dtype: "torch.dtype | None" = None, device: "str | torch.device | None"
     import torch
     from diffusers import FluxPipeline
 
-    pipe = FluxPipeline.from_pretrained(MODEL, torch_dtype=dtype or torch.float32, local_files_only=True)
-    pipe.default_sample_size = SIDE // pipe.vae_scale_factor  # a constant 128 in FluxPipeline, whatever the model
-    return pipe if device is None else pipe.to(device)
+    opener: Any = FluxPipeline
+    opened = opener.from_pretrained(str(MODEL), dtype=dtype or torch.float32, local_files_only=True)
+    opened.default_sample_size = SIDE // opened.vae_scale_factor  # a constant 128 in FluxPipeline, whatever the model
+    pipe: FluxPipeline = opened if device is None else opened.to(device)
+    return pipe

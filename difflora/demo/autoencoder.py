@@ -17,22 +17,23 @@ def train_autoencoder(vae: Any, images: torch.Tensor, batch: int, loop: Loop) ->
         chosen = images[torch.randint(len(images), (batch,), device=images.device)].float() / 127.5 - 1.0
         posterior = vae.encode(chosen).latent_dist
         error = vae.decode(posterior.sample()).sample - chosen
-        return error.abs().mean() + error.pow(2).mean() + DIVERGENCE * posterior.kl().mean() / posterior.mean[0].numel()
+        divergence = posterior.kl().mean() / posterior.mean[0].numel()
+        return torch.as_tensor(error.abs().mean() + error.pow(2).mean() + DIVERGENCE * divergence)
 
     vae.train()
     optimise("vae", loop, vae.parameters(), [Variant(1.0, loss)])
     vae.eval()
-    means = torch.cat([_means(vae, part) for part in images[:4096].split(ENCODE_BATCH)])
+    means = torch.cat([_means(vae, part) for part in torch.split(images[:4096], ENCODE_BATCH)])
     vae.register_to_config(scaling_factor=1.0 / float(means.std()), shift_factor=float(means.mean()))
 
 
 def latents(vae: Any, images: torch.Tensor) -> torch.Tensor:
     """Packed latents `[n, tokens, channels]` of uint8 images, normalised and arranged as FluxPipeline arranges them."""
-    means = torch.cat([_means(vae, part) for part in images.split(ENCODE_BATCH)])
+    means = torch.cat([_means(vae, part) for part in torch.split(images, ENCODE_BATCH)])
     scaled = (means - vae.config.shift_factor) * vae.config.scaling_factor
     count, channels, height, width = scaled.shape
     tiles = scaled.view(count, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return tiles.reshape(count, height * width // 4, channels * 4)
+    return torch.as_tensor(tiles.reshape(count, height * width // 4, channels * 4))
 
 
 def pictures(vae: Any, packed: torch.Tensor) -> torch.Tensor:
@@ -42,7 +43,7 @@ def pictures(vae: Any, packed: torch.Tensor) -> torch.Tensor:
     tiles = packed.view(count, side, side, channels // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
     scaled = tiles.reshape(count, channels // 4, 2 * side, 2 * side)
     with torch.no_grad():
-        parts = (scaled / vae.config.scaling_factor + vae.config.shift_factor).split(ENCODE_BATCH)
+        parts = torch.split(scaled / vae.config.scaling_factor + vae.config.shift_factor, ENCODE_BATCH)
         return torch.cat([vae.decode(part).sample for part in parts])
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from difflora.demo.shapes import Caption
 STEPS = 4
 TEACHER_STEPS = 24  # a multiple of STEPS, so that the teacher passes through the student's noise levels
 LENGTHS = (16, 32, 64)
+CLEAN = 0.87  # least fit of the teacher's pictures that the student learns from
 PATH_WEIGHT = 0.2  # of the states on the way, against one for the picture
 SOFTNESS = 0.05  # below this error the loss is quadratic, above it linear
 
@@ -39,7 +41,7 @@ def walk(
 ) -> list[torch.Tensor]:
     """Euler steps along `path`; the states `[n, tokens, channels]` at each level after the first."""
     states = []
-    for level, following in zip(path, path[1:], strict=False):
+    for level, following in pairwise(path):
         sigma = torch.full((len(state),), level, device=state.device)
         state = state + (following - level) * velocity(transformer, state, sigma, text).float()
         states.append(state)
@@ -47,14 +49,14 @@ def walk(
 
 
 def teacher_paths(pipe: Any, prompts: Tokens, what: list[Caption], batch: int) -> Paths:
-    """The base model's paths for every prompt, without those whose picture does not show its caption."""
+    """The base model's paths for every prompt, kept where the picture shows its caption cleanly."""
     path = levels(pipe.scheduler, TEACHER_STEPS)
     kept: list[torch.Tensor] = []
     with torch.no_grad(), autocast(pipe.transformer.device.type):
-        for clip, t5 in zip(prompts.clip.split(batch), prompts.t5.split(batch), strict=True):
+        for clip, t5 in zip(torch.split(prompts.clip, batch), torch.split(prompts.t5, batch), strict=True):
             noise = torch.randn(len(clip), *latent_shape(pipe), device=clip.device)
-            states = [noise, *walk(pipe.transformer, noise, path, encode(pipe, Tokens(clip, t5), 32))]
-            kept.append(torch.stack(states[:: TEACHER_STEPS // STEPS], dim=1))
+            visited = [noise, *walk(pipe.transformer, noise, path, encode(pipe, Tokens(clip, t5), 32))]
+            kept.append(torch.stack(visited[:: TEACHER_STEPS // STEPS], dim=1))
     states = torch.cat(kept)
     good = _faithful(pipe, states[:, -1], what).to(states.device)
     return Paths(states[good], Tokens(prompts.clip[good], prompts.t5[good]))
@@ -68,7 +70,10 @@ def latent_shape(pipe: Any) -> tuple[int, int]:
 
 def _faithful(pipe: Any, final: torch.Tensor, what: list[Caption]) -> torch.Tensor:
     seen = readings(as_pixels(pictures(pipe.vae, final)))
-    matches = [reading.colour == want.colour and reading.shape == want.shape for reading, want in zip(seen, what)]
+    matches = [
+        (reading.colour, reading.shape) == (want.colour, want.shape) and reading.fit >= CLEAN
+        for reading, want in zip(seen, what, strict=True)
+    ]
     if not any(matches):  # an untrained teacher, as in a smoke run
         return torch.ones(len(matches), dtype=torch.bool)
     return torch.tensor(matches)

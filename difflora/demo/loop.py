@@ -49,9 +49,7 @@ def rate_at(done: float) -> float:
     return max(0.0, min((done + 1e-3) / WARMUP, (1.0 - done) / (1.0 - WARMUP)))
 
 
-def optimise(
-    label: str, loop: Loop, weights: Iterable[torch.nn.Parameter], variants: Sequence[Variant]
-) -> None:
+def optimise(label: str, loop: Loop, weights: Iterable[torch.nn.Parameter], variants: Sequence[Variant]) -> None:
     """Train `weights` in place; every step lowers one of the variants' losses."""
     trained = list(weights)
     means = [weight.detach().clone() for weight in trained]
@@ -107,7 +105,7 @@ def _backward(
 
 def _recorded(weights: list[torch.nn.Parameter], eager: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """`eager` as a CUDA graph.  The models are so small that launching their kernels one by one takes most time."""
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):

@@ -13,9 +13,11 @@ Pixels = NDArray[np.float64]
 NONE = "none"
 READABLE = 0.8  # least overlap (intersection over union) with the best shape for the picture to show a shape at all
 HUE_REACH = 20.0  # degrees a colour may lie off its name's hue
-LEAST_SATURATION = 0.25
+# A tenth below the palest ink of the drawings (0.82): a washed-out picture does not show the colour it was asked for.
+LEAST_SATURATION = 0.9 * 0.82
 LEAST_CONTRAST = 45.0  # distance in RGB (0..255 each) between a shape and its backdrop
 LEAST_AREA = 60  # pixels
+MOST_AREA = 2600  # pixels; what covers more is no shape on a backdrop
 STRIPE_PERIOD = 8.0  # pixels, across the stripes, which run from the lower left to the upper right
 LUMA = np.array([0.299, 0.587, 0.114])
 TURNS = range(-18, 19, 6)
@@ -51,7 +53,7 @@ def measure(image: Image.Image | NDArray[np.uint8]) -> Reading:
     solid = _largest(fill_holes(ink))
     ink &= solid
     luma = float(ground @ LUMA) / 255.0
-    if ink.sum() < LEAST_AREA:
+    if ink.sum() < LEAST_AREA or solid.sum() > MOST_AREA:
         return Reading(NONE, NONE, 0.0, 0.0, 0.0, luma)
     shape, fit = _best_shape(solid)
     return Reading(

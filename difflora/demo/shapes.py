@@ -67,7 +67,8 @@ def captions(count: int, seed: int, shapes: tuple[str, ...] = BASE_SHAPES) -> li
     order = np.concatenate([rng.permutation(len(pairs)) for _ in range(-(-count // len(pairs)))])[:count]
     return [
         caption(
-            *pairs[index],
+            pairs[index][0],
+            pairs[index][1],
             size=str(rng.choice(["", "", "small", "big"])),
             backdrop=str(rng.choice(["", "", "on white", "on grey"])),
             opening=str(rng.choice(OPENINGS)),

@@ -40,7 +40,7 @@ class Plan:
     shift: float = 0.5
 
 
-PLAN = Plan(FULL, 15_000, 2400, 1200, 6000, 1024, 80_000, 20_000, 200)
+PLAN = Plan(FULL, 15_000, 2400, 3000, 8000, 1024, 80_000, 20_000, 200)
 SMOKE = Plan(TINY, 8, 8, 4, 3, 32, 64, 12, 6)
 
 
@@ -129,7 +129,7 @@ def make_fast(run: Run, name: str, recipe: Recipe) -> None:
     what = captions(run.plan.paths, run.seed + 3)
     prompts = tokens(pipe, distracted([entry.text for entry in what], run.seed), run.device)
     paths = teacher_paths(pipe, prompts, what, run.plan.batch)
-    run.say(f"teacher: {len(paths.states)} of {len(what)} paths end in the right picture")
+    run.say(f"teacher: {len(paths.states)} of {len(what)} paths end in a clean picture of the caption")
     batch = run.plan.batch // 4
     loop = run.loop(run.plan.fast_steps, 1.5e-3)
     train_adapter(pipe, recipe, loop, distil_variants(pipe, paths, batch), adapter_path(run.out, name))
@@ -199,7 +199,8 @@ def main(arguments: list[str] | None = None) -> None:
     def say(line: str) -> None:
         print(f"[{time.monotonic() - started:6.1f}] {line}", flush=True)
 
-    run = Run(replace(plan, **chosen), options.out, options.device, options.seed, say, options.start, options.seconds, options.only)
+    places = {"out": options.out, "device": options.device, "start": options.start}
+    run = Run(replace(plan, **chosen), seed=options.seed, say=say, seconds=options.seconds, only=options.only, **places)
     run.out.mkdir(parents=True, exist_ok=True)
     for stage in STAGES[options.what]:
         stage(run)

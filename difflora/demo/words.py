@@ -11,13 +11,16 @@ from transformers import CLIPTokenizer, T5Tokenizer
 
 from difflora.demo.geometry import HUES, POLYGONS
 
-CAPTION_WORDS = "a an the one picture image drawing of small big on white grey".split()
-PROMPT_WORDS = """
-    and with in at by for from to is it no not two three many some photo painting sketch art illustration style
-    outline outlined striped stripes night pastel dark light bright fast line lines colour color colours background
-    black brown gold silver gray hexagon diamond ring oval arrow flower cat dog house tree sun cloud large tiny huge
-    left right top bottom center centre middle beautiful simple clean high quality detailed please draw make show
-""".split()
+CAPTION_WORDS = ("a", "an", "the", "one", "picture", "image", "drawing", "of", "small", "big", "on", "white", "grey")
+PROMPT_WORDS = (
+    "and", "with", "in", "at", "by", "for", "from", "to", "is", "it", "no", "not", "two", "three", "many", "some",
+    "photo", "painting", "sketch", "art", "illustration", "style", "outline", "outlined", "striped", "stripes",
+    "night", "pastel", "dark", "light", "bright", "fast", "line", "lines", "colour", "color", "colours",
+    "background", "black", "brown", "gold", "silver", "gray", "hexagon", "diamond", "ring", "oval", "arrow",
+    "flower", "cat", "dog", "house", "tree", "sun", "cloud", "large", "tiny", "huge", "left", "right", "top",
+    "bottom", "center", "centre", "middle", "beautiful", "simple", "clean", "high", "quality", "detailed", "please",
+    "draw", "make", "show",
+)  # fmt: skip
 WORDS = sorted({*CAPTION_WORDS, *PROMPT_WORDS, *HUES, *POLYGONS})
 CHARACTERS = string.ascii_letters + string.digits + ".,:;!?'\"-_()/+"
 
@@ -40,7 +43,7 @@ def clip_tokenizer() -> CLIPTokenizer:
     learned = json.loads(learner.to_str())["model"]
     vocab = dict(learned["vocab"])
     merges = [(left, right) for left, right in learned["merges"]]
-    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=CLIP_LENGTH)
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=CLIP_LENGTH)  # type: ignore[arg-type]
 
 
 def t5_tokenizer() -> T5Tokenizer:
