@@ -62,7 +62,7 @@ def load(
 
     `source`: a .safetensors file, a folder (PEFT, or one weight file), `user/repo`, `user/repo:file@revision`, a
     bundled name, a name in `folders`, or a state dict, which is not changed.  `family` settles an ambiguous file,
-    `component` sends the denoiser's part to another component (`transformer_2`).  The other arguments are huggingface_hub's.
+    `component` sends the denoiser's part to another component (`transformer_2`).  The rest are huggingface_hub's.
     Raises DiffLoRAError for anything that cannot be honoured.
     """
     hub = Hub(weight_name, subfolder, revision, token, cache_dir, local_files_only)

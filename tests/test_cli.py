@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import difflora
-from difflora import cli, demo
+from difflora import cli, demo, drawing, opening
 from difflora.formats.errors import DiffLoRAError
 from difflora.hashes import hashes
 from difflora.metadata import read_parameters, read_png
@@ -71,7 +71,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(*_: object) -> None:
         pytest.fail("the model was opened before the request was checked")
 
-    monkeypatch.setattr(cli, "_pipeline", opened)
+    monkeypatch.setattr(cli, "opened", opened)
 
 
 def pixels(path: Path) -> np.ndarray:
@@ -301,13 +301,13 @@ def test_a_missing_accelerator_is_named(run: Run, here: Path) -> None:
     ],
 )
 def test_the_weight_of_lora_stands_behind_the_last_colon(spec: str, expected: tuple[str, float]) -> None:
-    assert cli.split_weight(spec) == expected
+    assert drawing.split_weight(spec) == expected
 
 
 @pytest.mark.parametrize("spec", [":0.5", "a:inf", "a:nan"])
 def test_a_weight_that_is_none_is_refused(spec: str) -> None:
     with pytest.raises(DiffLoRAError, match="expected NAME_OR_PATH"):
-        cli.split_weight(spec)
+        drawing.split_weight(spec)
 
 
 # ---- single-file checkpoints ----------------------------------------------------------------------------------------
@@ -338,10 +338,10 @@ def test_the_pipeline_of_a_checkpoint_is_told_by_its_keys(
     tensors = {k if k.startswith(bare) else prefix + k: torch.zeros(shape) for k, shape in shapes.items()}
     save_file(tensors, tmp_path / "x.safetensors")
     if pipeline.endswith("Pipeline"):
-        assert cli.checkpoint_pipeline(tmp_path / "x.safetensors") == pipeline
+        assert opening.checkpoint_pipeline(tmp_path / "x.safetensors") == pipeline
     else:
         with pytest.raises(DiffLoRAError, match=re.escape(pipeline)):
-            cli.checkpoint_pipeline(tmp_path / "x.safetensors")
+            opening.checkpoint_pipeline(tmp_path / "x.safetensors")
 
 
 # ---- inspect --------------------------------------------------------------------------------------------------------
@@ -472,7 +472,7 @@ def test_ctrl_c_is_130(run: Run, here: Path, monkeypatch: pytest.MonkeyPatch) ->
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_pipeline", interrupted)
+    monkeypatch.setattr(cli, "opened", interrupted)
     assert run("generate", "a", "-o", "a.png")[0] == 130
 
 
