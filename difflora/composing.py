@@ -10,7 +10,8 @@ import torch
 
 from difflora.deltas import LowRank
 from difflora.formats.errors import DiffLoRAError, some
-from difflora.types import Adapter, Mix, Part, Section, Stack, Strength
+from difflora.kernels.reference import Block
+from difflora.types import Adapter, Mix, Section, Stack, Strength
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,7 +115,7 @@ def stack(parts: Iterable[tuple[Section, float]], device: torch.device) -> Stack
     """
     blocks: list[Tensor] = []
     first: dict[tuple[int, int], int] = {}
-    built: list[Part] = []
+    built: list[Block] = []
     height = 0
     for section, weight in parts:
         delta = section.delta
@@ -129,7 +130,7 @@ def stack(parts: Iterable[tuple[Section, float]], device: torch.device) -> Stack
             raise DiffLoRAError(
                 f"the weight of {section.path} times alpha / rank is {scale:g}, no finite number in fp32."
             )
-        built.append(Part(section.start, section.stop, start, start + delta.rank, b.to(device), scale))
+        built.append(Block(section.start, section.stop, start, start + delta.rank, b.to(device), scale))
     return Stack(torch.cat(blocks) if len(blocks) > 1 else blocks[0], tuple(built))
 
 

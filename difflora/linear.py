@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from difflora.binding import CONV
 from difflora.formats.errors import DiffLoRAError
+from difflora.kernels import reference
 from difflora.slots import innermost, is_own, swap
 from difflora.types import Stack
 
@@ -125,7 +126,7 @@ def _part(term: Term, module: nn.Module, input: Tensor, rows: int) -> Tensor:
     around = (term.start, rows - term.stop)
     if isinstance(module, CONV):
         return _convolved(term, module, input.to(term.a.dtype), around)
-    part = F.linear(F.linear(input.to(term.a.dtype), term.a) * term.scale, term.b)
+    part = reference.low_rank(input, term.a, term.b, term.scale)
     return F.pad(part, around) if any(around) else part
 
 

@@ -11,11 +11,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from difflora.composing import stack
 from difflora.formats.errors import DiffLoRAError
+from difflora.kernels import reference
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from difflora.types import Section, Stack
+    from difflora.types import Section
 
 Applied = tuple[tuple["Section", float], ...]
 # A sample of a weight's elements tells a moved weight from a replaced one without reading all of it.
@@ -34,18 +35,10 @@ class Site:
     witness: tuple[object, ...]
 
 
-def delta(joined: Stack, rows: int) -> Tensor:
-    """sum(s B A) in fp32: [rows, in * kernel]."""
-    total = torch.zeros(rows, joined.a.shape[1], dtype=torch.float32, device=joined.a.device)
-    for part in joined.parts:
-        total[part.start : part.stop].addmm_(part.b, joined.a[part.first : part.last], alpha=part.scale)
-    return total
-
-
 def merged(base: Tensor, applied: Applied) -> Tensor:
     """W + sum(s B A), rounded once to the dtype of `base`; deterministic for one device."""
     joined = stack(applied, base.device)
-    return (base.flatten(1).float() + delta(joined, base.shape[0])).to(base.dtype).view(base.shape)
+    return reference.merge(base, joined.a, joined.parts)
 
 
 def checked(base: Tensor, applied: Applied, name: str) -> Tensor:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from difflora.deltas import Delta
+    from difflora.kernels.reference import Block
 
 __all__ = [
     "Adapter",
@@ -20,7 +21,6 @@ __all__ = [
     "LoadReport",
     "Mix",
     "Mode",
-    "Part",
     "Section",
     "Stack",
     "Strength",
@@ -125,20 +125,8 @@ class Mix:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Part:
-    """Rows [start, stop) of the module get b[:, :] @ (scale * a[first:last]); b: [stop - start, last - first]."""
-
-    start: int
-    stop: int
-    first: int
-    last: int
-    b: Tensor
-    scale: float
-
-
-@dataclass(frozen=True, eq=False, slots=True)
 class Stack:
     """Everything that acts on one module: a: [R, in * kernel] (each distinct A once), and the parts that read it."""
 
     a: Tensor
-    parts: tuple[Part, ...]
+    parts: tuple[Block, ...]

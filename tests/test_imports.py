@@ -13,7 +13,7 @@ SOURCES = [*sorted((ROOT / "difflora").glob("*.py")), *sorted((ROOT / "difflora"
 LAYERS = [*SOURCES, *sorted((ROOT / "formats").glob("*.py")), *sorted((ROOT / "kernels").glob("*.py"))]
 # From the bottom up; a module imports only from layers beneath its own.
 ORDER = [
-    {"deltas", "prompt", "hashes", "peft_config", "slots", "demo"},
+    {"kernels", "deltas", "prompt", "hashes", "peft_config", "slots", "demo"},
     {"types", "sources", "metadata"},
     {"loading", "binding", "composing"},
     {"linear", "merge", "weights", "factors", "tools"},

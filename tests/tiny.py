@@ -15,8 +15,15 @@ from diffusers import (
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, T5Config
-from transformers import T5EncoderModel, T5Tokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789,.<>:-"
 
@@ -72,6 +79,11 @@ def flux_pipeline(seed: int = 0) -> FluxPipeline:
     return pipe
 
 
+def ddim() -> DDIMScheduler:
+    """With what the pipelines otherwise warn about."""
+    return DDIMScheduler(steps_offset=1, clip_sample=False)
+
+
 def sd_pipeline(seed: int = 0) -> StableDiffusionPipeline:
     torch.manual_seed(seed)
     unet = UNet2DConditionModel(
@@ -80,7 +92,7 @@ def sd_pipeline(seed: int = 0) -> StableDiffusionPipeline:
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     ).eval()  # fmt: skip
     pipe = StableDiffusionPipeline(
-        vae=vae(), text_encoder=clip(), tokenizer=clip_tokenizer(), unet=unet, scheduler=DDIMScheduler(steps_offset=1, clip_sample=False),
+        vae=vae(), text_encoder=clip(), tokenizer=clip_tokenizer(), unet=unet, scheduler=ddim(),
         safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
@@ -98,7 +110,7 @@ def sdxl_pipeline(seed: int = 0) -> StableDiffusionXLPipeline:
     ).eval()  # fmt: skip
     pipe = StableDiffusionXLPipeline(
         vae=vae(), text_encoder=clip(), text_encoder_2=clip(projection=True), tokenizer=clip_tokenizer(),
-        tokenizer_2=clip_tokenizer(), unet=unet, scheduler=DDIMScheduler(steps_offset=1, clip_sample=False), add_watermarker=False,
+        tokenizer_2=clip_tokenizer(), unet=unet, scheduler=ddim(), add_watermarker=False,
     )  # fmt: skip
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -109,8 +121,7 @@ BUILDERS = {"flux": flux_pipeline, "sd": sd_pipeline, "sdxl": sdxl_pipeline}
 
 def run(pipe: Any, prompt: Any = "a cat", **options: Any) -> torch.Tensor:
     """The latents of two steps from a fixed seed: float32, no VAE rounding in between."""
-    size = 16 if not isinstance(pipe, FluxPipeline) else 16
-    defaults = {"height": size, "width": size, "num_inference_steps": 2, "output_type": "latent"}
+    defaults = {"height": 16, "width": 16, "num_inference_steps": 2, "output_type": "latent"}
     if isinstance(pipe, FluxPipeline):
         defaults["max_sequence_length"] = 8
     generator = torch.Generator().manual_seed(0)
