@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import difflora
-from difflora import cli, demo, drawing, opening
+from difflora import cli, demo, drawing, opening, screen
 from difflora.formats.errors import DiffLoRAError
 from difflora.hashes import hashes
 from difflora.metadata import read_parameters, read_png
@@ -356,7 +356,7 @@ def test_inspect_prints_json_of_the_inspection(run: Run, here: Path) -> None:
 
 
 def test_inspect_prints_a_table(run: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(screen.out, "width", 160)
     code, out, err = run("inspect", "loras/both.safetensors")
     assert (code, err) == (0, "")
     for words in (
@@ -371,7 +371,7 @@ def test_inspect_prints_a_table(run: Run, here: Path, monkeypatch: pytest.Monkey
 
 
 def test_inspect_names_bad_tensors(run: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(screen.out, "width", 160)
     bad = tiny.lora_dict(tiny.flux_pipeline().transformer, STYLE)
     bad["transformer.transformer_blocks.0.attn.to_q.lora_B.weight"][0, 0] = torch.nan
     save_file(bad, here / "bad.safetensors")
