@@ -21,9 +21,9 @@ lint: $(VENV)/.tests
 types: $(VENV)/.tests
 	$(BIN)/mypy
 
-# The full lengths; each writes what it found to tests/soak/*.json.
+# The full lengths; what ran and how long goes to tests/soak.json.
 soak: $(VENV)/.tests
-	OMP_NUM_THREADS=2 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m slow
+	OMP_NUM_THREADS=2 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -m slow --record tests/soak.json
 
 wheel: $(VENV)/.tests
 	rm -rf build && $(BIN)/python -m build --wheel --outdir dist .

@@ -1,0 +1,59 @@
+"""The README's table of what was measured, made from the committed JSON records.
+
+`python tests/benchmarks/readme.py` writes it between the marks; a test fails while the README says something else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
+
+
+def read(path: str) -> Any:
+    return json.loads((ROOT / path).read_text())
+
+
+def table() -> str:
+    """The rows in Markdown."""
+    cost, names = read("tests/benchmarks/import_cost.json"), read("tests/benchmarks/normalise.json")
+    gpu, scores = read("tests/gpu.json"), read("difflora/demo/scores.json")
+    passed = sum(test["outcome"] == "passed" for test in gpu["tests"].values())
+    base, fast = scores["base"], scores["adapters"]["fast"]
+    rows = [
+        ("`import difflora`", f"{cost['cpu_seconds']['import difflora']} s of CPU time", "≤ 0.25 s"),
+        ("`difflora --help`", f"{cost['cpu_seconds']['difflora --help']} s of CPU time", "≤ 0.5 s"),
+        (f"names of a {names['keys']}-key FLUX.1 file", f"{names['median_s']:.3f} s", "≤ 0.2 s"),
+        (f"GPU tests ({gpu['device']}, torch {gpu['torch']})", f"{passed} of {len(gpu['tests'])} pass", "all"),
+        (
+            f"bundled model, {scores['captions']} captions, 16 steps: colour",
+            percent(base["16 steps"], "colour"),
+            "≥ 95 %",
+        ),
+        ("the same: shape", percent(base["16 steps"], "shape"), "≥ 90 %"),
+        ("the same: both", percent(base["16 steps"], "both"), ""),
+        ("4 steps: both", percent(base["4 steps"], "both"), "≥ 10 points below"),
+        ("4 steps with `fast`: both", percent(fast["4 steps"], "both"), "that of 16 steps"),
+    ]
+    lines = ["| what | measured | wanted |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+
+
+def percent(score: Mapping[str, float], name: str) -> str:
+    return f"{score[name]:g} %"
+
+
+def replaced(text: str) -> str:
+    """The README with its table made anew."""
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    return head + BEGIN + table() + END + tail
+
+
+if __name__ == "__main__":
+    README.write_text(replaced(README.read_text()))
