@@ -37,8 +37,8 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {
     "fast": Recipe("diffusers", 16, 32, ATTENTION + FEED_FORWARD + MODULATION),
-    "outline": Recipe("peft", 6, 12, ATTENTION + MODULATION, style="outline"),
-    "night": Recipe("diffusers", 5, 10, ATTENTION + MODULATION, style="night"),
+    "outline": Recipe("peft", 4, 8, ATTENTION + FEED_FORWARD, style="outline"),
+    "night": Recipe("diffusers", 4, 6, ATTENTION + FEED_FORWARD, style="night"),
     "heart": Recipe("diffusers", 4, 8, ATTENTION + FEED_FORWARD, shapes=(*BASE_SHAPES, *["heart"] * 6), clip=True),
     "stripes": Recipe("lycoris", 6, 12, ATTENTION + FEED_FORWARD, style="stripes"),
 }
