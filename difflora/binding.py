@@ -37,12 +37,32 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def modules(model: nn.Module) -> dict[str, nn.Module]:
     """Path -> module for all that a delta can act on (linear, convolution, embedding), inside compile wrappers too."""
-    found = unwrapped(model).named_modules(remove_duplicate=False)
+    found = dict(unwrapped(model).named_modules(remove_duplicate=False))
     return {
         path.replace("_orig_mod.", ""): unwrapped(module)
-        for path, module in found
-        if weight_shape(unwrapped(module)) is not None and not path.endswith("_orig_mod")
+        for path, module in found.items()
+        if weight_shape(unwrapped(module)) is not None
+        and not path.endswith("_orig_mod")
+        and not _left_behind(path, found)
     }
+
+
+def _left_behind(path: str, found: Mapping[str, nn.Module]) -> bool:
+    """Whether this is a fused projection that its attention computes with no longer.
+
+    `unfuse_qkv_projections` of a UNet puts the processors back and leaves the joined layers where they are.
+    """
+    parent, _, leaf = path.rpartition(".")
+    if leaf not in _FUSED or not all(f"{parent}.{part}" in found for part in _FUSED[leaf]):
+        return False
+    attention = found[parent]
+    processor = type(getattr(attention, "processor", None)).__name__
+    return not hasattr(attention, "unfuse_projections") and "Fused" not in processor
+
+
+def fused_over(path: str, here: Mapping[str, nn.Module]) -> str | None:
+    """The fused projection that the model computes with instead of this module, which is still there."""
+    return next((real for real, _, _ in _fused_sites(path, here)), None) if path in here else None
 
 
 def weight_shape(module: nn.Module) -> tuple[int, ...] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,7 @@ class Executor:
     @torch.inference_mode(False)
     def switch(self, asked: Asked) -> None:
         """Bring every weight and forward to what is asked; after an error all of them are as they were."""
+        self._refuse_fused({**asked, **self.sites, **self.beside})
         merging, beside = self._split(asked)
         before = {place: site.applied for place, site in self.sites.items()}, dict(self.beside)
         try:
@@ -88,6 +89,16 @@ class Executor:
             self._merge(before[0])
             self._patch(before[1])
             raise
+
+    def _refuse_fused(self, places: Iterable[Place]) -> None:
+        """DiffLoRAError if the model computes with a copy of one of these weights, made while it was changed."""
+        for place in places:
+            over = binding.fused_over(place[1], self._view(place[0]).modules)
+            if over is not None:
+                raise DiffLoRAError(
+                    f"{'.'.join(place)} was fused into {over} while adapters that change it are loaded. Call "
+                    "unfuse_qkv_projections(), unload them, then fuse, and load them again."
+                )
 
     def _split(self, asked: Asked) -> tuple[Plan, Plan]:
         """(what goes into the weights, what goes beside them)."""

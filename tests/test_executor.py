@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import difflora
+from difflora import DiffLoRAError
 from difflora.deltas import LowRank
 from difflora.surface import engine_of
 from difflora.types import Adapter, Strength
@@ -436,6 +437,31 @@ def test_fused_projections(mode: Any) -> None:
     assert (tiny.run(pipe) - base).abs().max() > 1e-3
     pipe.unload_lora("a")
     assert torch.equal(tiny.run(pipe), fused)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("build", "part"), [(tiny.flux_pipeline, "transformer"), (tiny.sd_pipeline, "unet")])
+def test_projections_fused_while_adapters_act(mode: Any, build: Any, part: str) -> None:
+    """The fused copy would keep the adapter for good, or lack it: refused until that is undone."""
+    pipe = difflora.attach(build())
+    model = getattr(pipe, part)
+    names = [name for name, _ in model.named_modules() if name.endswith("to_q")]
+    tensors = tiny.lora_dict(model, names, prefix=f"{part}.", size=0.3)
+    base, before = tiny.run(pipe), tiny.weights(pipe)
+    pipe.load_lora(tensors, name="a", mode=mode)
+    want = tiny.run(pipe)
+    model.fuse_qkv_projections()
+    for act in (tiny.run, lambda p: tiny.run(p, loras={}), lambda p: p.unload_lora("a")):
+        with pytest.raises(DiffLoRAError, match="unfuse_qkv_projections"):
+            act(pipe)
+    model.unfuse_qkv_projections()
+    close(tiny.run(pipe), want)
+    pipe.unload_lora("a")
+    after = tiny.weights(pipe)
+    assert torch.equal(tiny.run(pipe), base) and all(torch.equal(before[key], after[key]) for key in before)
+    # A UNet keeps the joined layers when it computes with the parts again.
+    pipe.load_lora(tensors, name="a", mode=mode)
+    close(tiny.run(pipe), want)
 
 
 def test_a_saved_model_with_adapters_merged_loads_as_what_it_was() -> None:
