@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,26 +52,42 @@ def locate(
     Tried in this order: a path, the path + `.safetensors`, a name in `folders`, a bundled adapter, `user/repo` (also
     `user/repo/subfolder:file@revision`).  DiffLoRAError lists what was tried, or the files to choose from.
     """
+    if not isinstance(source, str | Path) or not str(source):
+        raise DiffLoRAError(f"{source!r} is no adapter; expected a path, a name, user/repo or a state dict.")
     hub = hub or Hub()
     text = str(source)
-    tried = [Path(text).expanduser(), Path(text + ".safetensors").expanduser()]
-    tried += [Path(folder) / name for folder in folders for name in (text, text + ".safetensors")]
-    for path in tried:
-        if path.is_file():
-            return _place(path, path.parent / "adapter_config.json", pickle)
-        if path.is_dir():
-            return _in_folder(path / (hub.subfolder or ""), hub.weight_name, pickle)
+    try:
+        tried = _paths(text, folders)
+        for path in tried:
+            if path.is_file():
+                return _place(path, path.parent / "adapter_config.json", pickle)
+            if path.is_dir():
+                return _in_folder(path / (hub.subfolder or ""), hub.weight_name, pickle)
+    except (OSError, UnicodeError) as error:
+        raise DiffLoRAError(f"{text[:200]!r} cannot be looked up ({type(error).__name__}: {error}).") from error
     bundled = _bundled(text)
     if bundled is not None:
         return bundled
     address = _HUB.fullmatch(text) if isinstance(source, str) else None
-    if address is None:
+    # "loras/nope" beside a folder ./loras is a file that is not there: no reason to wait for the Hub.
+    local = address is not None and not address["file"] and not address["rev"] and Path(text.split("/")[0]).is_dir()
+    if address is None or local:
         places = [*(str(p) for p in tried), "the bundled adapters"]
+        hint = f" The folder {text.split('/')[0]} is here, so only {text}@main asks the Hub." if local else ""
         raise DiffLoRAError(
             f"{text!r} is no adapter: tried {some(places, 6)}. "
-            "Expected a .safetensors file, a folder that holds one, a bundled name, or user/repo."
+            f"Expected a .safetensors file, a folder that holds one, a bundled name, or user/repo.{hint}"
         )
     return _from_hub(address, hub, pickle)
+
+
+def _paths(text: str, folders: Sequence[str | Path]) -> list[Path]:
+    """The local paths that a source may mean, in order."""
+    if isinstance(folders, str | Path):
+        folders = (folders,)
+    names = (text, text + ".safetensors")
+    # Unlike Path.expanduser, this leaves a home that is not known as it is.
+    return [Path(os.path.expanduser(n)) for n in names] + [Path(folder) / n for folder in folders for n in names]
 
 
 def _bundled(name: str) -> Place | None:

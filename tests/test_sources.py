@@ -216,3 +216,30 @@ def test_bundled_adapters_load_by_name() -> None:
 
     for name in ADAPTERS:
         assert difflora.load(name).name == name
+
+
+def test_a_missing_file_of_a_folder_that_is_here_is_not_sought_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def listing(self: Any, repo: str, revision: str | None = None) -> list[str]:
+        asked.append(repo)
+        return []
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", listing)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loras").mkdir()
+    with pytest.raises(DiffLoRAError, match="loras/nope@main asks the Hub"):
+        locate("loras/nope")
+    assert not asked
+    for source in ("loras/nope@main", "user/nope"):
+        with pytest.raises(DiffLoRAError, match="on the Hub holds no"):
+            locate(source)
+    assert asked == ["loras/nope", "user/nope"]
+
+
+def test_one_folder_may_be_given_without_a_list(tmp_path: Path) -> None:
+    save_file({"a.lora_A.weight": torch.ones(1, 2)}, tmp_path / "x.safetensors")
+    assert locate("x", str(tmp_path)).file == tmp_path / "x.safetensors"
