@@ -78,12 +78,12 @@ class LowRank:
     def low_rank(self) -> tuple[Tensor, Tensor]:
         """(a: [r, in * kh * kw], b: [out, r]) in fp32 with `scale * b @ a` = `dense()` flattened; exact for every form.
 
-        A Tucker core is contracted into a: a[m, j, k, l] = sum_n mid[m, n, k, l] down[n, j] (LyCORIS, locon.py).
+        A Tucker core is contracted into a: a[m, j, ...] = sum_n mid[m, n, ...] down[n, j] (LyCORIS, locon.py).
         """
         up = torch.cat([self.up[start:stop] for start, stop in self.blocks]) if self.blocks else self.up
         down, up = self.down.float(), up.float().flatten(1)
         if self.mid is not None:
-            down = torch.einsum("mnkl,nj->mjkl", self.mid.float(), down.flatten(1))
+            down = torch.einsum("mn...,nj->mj...", self.mid.float(), down.flatten(1))
         return down.flatten(1), up
 
     def dense(self, base: Tensor | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -153,3 +154,11 @@ def test_casts_are_recognised(path: tuple[torch.dtype, ...]) -> None:
     other.view(torch.uint8)[-1] ^= 1
     assert merge.casts(before, other) is None
     assert merge.casts(before, now[1:]) is None
+
+
+@pytest.mark.parametrize("kernel", [(), (3,), (3, 3), (2, 3, 2)], ids=str)
+def test_a_tucker_core_of_any_number_of_dimensions(kernel: tuple[int, ...]) -> None:
+    ones = (1,) * len(kernel)
+    down, up, mid = torch.randn(2, 5, *ones), torch.randn(7, 2, *ones), torch.randn(2, 2, *kernel)
+    want = torch.stack([up.flatten(1) @ mid[(..., *at)] @ down.flatten(1) for at in np.ndindex(*kernel)], -1)
+    torch.testing.assert_close(LowRank(down, up, mid).dense(), want.reshape(7, 5, *kernel))
