@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +22,14 @@ if TYPE_CHECKING:
 
 def number(value: Any, what: str) -> float:
     """`value` as a finite float; DiffLoRAError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise DiffLoRAError(f"the weight of {what} is {value!r}; expected a finite number.")
-    return float(value)
+    if isinstance(value, Real) and not isinstance(value, bool):  # numpy's numbers are Real too
+        try:
+            found = float(value)
+        except OverflowError:
+            found = math.inf
+        if math.isfinite(found):
+            return found
+    raise DiffLoRAError(f"the weight of {what} is {value!r}; expected a finite number.")
 
 
 def strength(value: Any, name: str, components: Collection[str]) -> Strength:
@@ -45,6 +51,8 @@ def strength(value: Any, name: str, components: Collection[str]) -> Strength:
         if isinstance(weight, Mapping):
             if key not in components:
                 raise DiffLoRAError(f"the weights of {name!r} name {key!r}; the components are {some(components)}.")
+            if not all(isinstance(p, str) for p in weight):
+                raise DiffLoRAError(f"the weights of {name!r} in {key} have keys that are no block patterns.")
             patterns += [(key, p, number(w, f"{name!r} at {key}.{p}")) for p, w in weight.items()]
         elif key in components:
             whole.append((key, number(weight, f"{name!r} in {key}")))
@@ -86,9 +94,14 @@ def covers(pattern: str, path: str) -> bool:
 
 def _segment(wanted: str, given: str) -> bool:
     first, dash, last = wanted.partition("-")
-    if dash and first.isdigit() and last.isdigit():
-        return given.isdigit() and int(first) <= int(given) <= int(last)
+    if dash and _whole(first) and _whole(last):
+        return _whole(given) and int(first) <= int(given) <= int(last)
     return wanted == given
+
+
+def _whole(text: str) -> bool:
+    """Whether this is a layer number: `isdigit` alone is true of digits, and of lengths, that `int` does not read."""
+    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def _length(pattern: str) -> tuple[int, int]:

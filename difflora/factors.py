@@ -59,6 +59,9 @@ def own(
 def _checked(tensor: Tensor, place: torch.device, what: str) -> Tensor:
     if tensor.is_meta:
         raise DiffLoRAError(f"{what} has no values (meta tensors); load the real file.")
+    # Whole numbers are codes of a quantised file without their scales; half of a complex number would be lost.
+    if tensor.is_complex() or (tensor.numel() > 1 and not tensor.is_floating_point()):
+        raise DiffLoRAError(f"{what} is stored as {tensor.dtype}; expected floating-point numbers.")
     copy = tensor.detach().to(place, copy=True)
     # isfinite has no fp8 kernel
     if not bool(torch.isfinite(copy.float() if copy.element_size() == 1 else copy).all()):

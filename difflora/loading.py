@@ -75,7 +75,7 @@ def read(source: Source, folders: Sequence[str | Path] = (), hub: Hub | None = N
         _check_state_dict(source)
         return Raw("the state dict", f"lora_{next(_unnamed)}", dict(source))
     place = locate(source, folders, hub, allow_pickle)
-    config = place.config.read_text(encoding="utf-8", errors="replace") if place.config else None
+    config = _text(place.config) if place.config else None
     if place.file.suffix.lower() in (".safetensors", ".sft"):
         tensors, metadata = _safetensors(place.file)
     else:
@@ -83,10 +83,21 @@ def read(source: Source, folders: Sequence[str | Path] = (), hub: Hub | None = N
     return Raw(str(place.file), place.name, tensors, metadata, config, str(place.file))
 
 
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig", errors="replace")
+    except OSError as error:
+        raise DiffLoRAError(f"{file} cannot be read ({error}).") from error
+
+
 def _check_state_dict(source: Mapping[str, Tensor]) -> None:
-    wrong = [f"{k!r}: {type(v).__name__}" for k, v in source.items() if not isinstance(v, torch.Tensor)]
+    wrong = [
+        f"{k!r}: {type(v).__name__}"
+        for k, v in source.items()
+        if not (isinstance(k, str) and isinstance(v, torch.Tensor)) or v.layout is not torch.strided or v.is_quantized
+    ]
     if wrong:
-        raise DiffLoRAError(f"the state dict holds {some(wrong)}; expected tensors only.")
+        raise DiffLoRAError(f"the state dict holds {some(wrong)}; expected names and plain dense tensors only.")
     if not source:
         raise DiffLoRAError("the state dict is empty; expected the tensors of an adapter.")
 
@@ -152,7 +163,7 @@ def _low_rank(entry: Entry, raw: Raw, scales: Mapping[str, Scaling]) -> LowRank:
     down, up = held["down"], held["up"]
     if entry.kind == "lora_embedding":
         # PEFT's table delta is (B A)^T for a weight [tokens, width]: the factors swap places.
-        delta = LowRank(down=up.T, up=down.T, alpha=held.get("alpha"))
+        delta = LowRank(down=up.transpose(0, 1), up=down.transpose(0, 1), alpha=held.get("alpha"))
     else:
         delta = LowRank(down=down, up=up, mid=held.get("mid"), alpha=held.get("alpha"))
     scaling = scales.get(entry.component) or scales.get("")

@@ -7,8 +7,8 @@ name, since ignoring it would load a different adapter than the one that was tra
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,23 +34,30 @@ _REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "an initialisation that changes the base weights",
     ),
 }
-# A quantified group can take exponential time on a hostile pattern, and real configs hold plain module names.
+# Real configs hold plain module names.  On a hostile pattern a quantified group takes exponential time, a repetition
+# multiplies it by the length of the name, and a choice doubles it: this is what each counts, and how much is allowed.
 _SLOW_PATTERN = re.compile(r"\)[*+{]")
+_COSTS = {"*": 4, "+": 4, "{": 4, "?": 1, "|": 1}
+_MOST_COSTS = 10
+_LONGEST_PATTERN = 512
+_LONGEST_NAME = 200
 _MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """The scales of one component: global alpha and rank, and regex patterns that override them per module."""
+    """The scales of one component: global alpha and rank, and patterns that override them per module."""
 
     alpha: float | None = None
     rank: int | None = None
     rslora: bool = False
-    alphas: Mapping[str, float] = field(default_factory=dict)
-    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[re.Pattern[str], float] = field(default_factory=dict)
+    ranks: Mapping[re.Pattern[str], int] = field(default_factory=dict)
 
     def alpha_of(self, paths: tuple[str, ...], rank: int, source: str) -> float | None:
         """Alpha of the module that goes by these names; DiffLoRAError if the config's rank is not the tensor's."""
+        if (self.alphas or self.ranks) and max(map(len, paths)) > _LONGEST_NAME:
+            raise DiffLoRAError(f"{source}: {paths[0][:80]}... is no module; its name has {len(paths[0])} letters.")
         expected = _by_pattern(self.ranks, paths, self.rank)
         if expected is not None and expected != rank:
             raise DiffLoRAError(
@@ -61,10 +68,10 @@ class Scaling:
         return alpha
 
 
-def _by_pattern(patterns: Mapping[str, Any], paths: tuple[str, ...], default: Any) -> Any:
+def _by_pattern(patterns: Mapping[re.Pattern[str], Any], paths: tuple[str, ...], default: Any) -> Any:
     """PEFT's rule (tuners/tuners_utils.py): the first pattern that matches the end of the path, at a dot."""
     for pattern, value in patterns.items():
-        if any(re.match(rf"(.*\.)?({pattern})$", path) for path in paths):
+        if any(pattern.match(path) for path in paths):
             return value
     return default
 
@@ -86,31 +93,47 @@ def scaling(config: Mapping[str, Any], source: str) -> Scaling:
     return Scaling(
         alpha=None if alpha is None else _number(alpha, "lora_alpha", source),
         rank=None if rank is None else _whole(rank, "r", source),
-        rslora=bool(config.get("use_rslora")),
+        rslora=_yes(config.get("use_rslora"), "use_rslora", source),
         alphas={p: _number(v, f"alpha_pattern[{p}]", source) for p, v in _patterns(config, "alpha_pattern", source)},
         ranks={p: _whole(v, f"rank_pattern[{p}]", source) for p, v in _patterns(config, "rank_pattern", source)},
     )
 
 
-def _patterns(config: Mapping[str, Any], name: str, source: str) -> list[tuple[str, Any]]:
+def _patterns(config: Mapping[str, Any], name: str, source: str) -> list[tuple[re.Pattern[str], Any]]:
     patterns = config.get(name) or {}
     if not isinstance(patterns, dict):
         raise DiffLoRAError(f"{source}: {name} of the config is {patterns!r}; expected a map of module patterns.")
-    for pattern in patterns:
+    return [(_compiled(pattern, name, source), value) for pattern, value in patterns.items()]
+
+
+def _compiled(pattern: str, name: str, source: str) -> re.Pattern[str]:
+    """The pattern at the end of a path, at a dot; DiffLoRAError for one that is wrong or could take long."""
+    costs = sum(_COSTS.get(mark, 0) for mark in pattern)
+    if len(pattern) <= _LONGEST_PATTERN and costs <= _MOST_COSTS and not _SLOW_PATTERN.search(pattern):
         try:
-            re.compile(pattern)
-            slow = len(pattern) > 512 or _SLOW_PATTERN.search(pattern)
-        except re.error:
-            slow = True
-        if slow:
-            raise DiffLoRAError(f"{source}: {name} holds {pattern[:80]!r}; expected a plain regular expression.")
-    return list(patterns.items())
+            re.compile(pattern)  # by itself too: it must not close the group around it
+            return re.compile(rf"(.*\.)?({pattern})$")
+        except (re.error, OverflowError, RecursionError):
+            pass
+    raise DiffLoRAError(f"{source}: {name} holds {pattern[:80]!r}; expected a plain regular expression.")
+
+
+def _yes(value: Any, name: str, source: str) -> bool:
+    if value not in (None, True, False):
+        raise DiffLoRAError(f"{source}: {name} of the config is {value!r}; expected true or false.")
+    return bool(value)
 
 
 def _number(value: Any, name: str, source: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise DiffLoRAError(f"{source}: {name} of the config is {value!r}; expected a positive number.")
+    # Compared before it is converted: JSON has whole numbers that no float can hold.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise DiffLoRAError(f"{source}: {name} of the config is {_short(value)}; expected a positive number.")
     return float(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "..."
 
 
 def _whole(value: Any, name: str, source: str) -> int:
@@ -157,14 +180,14 @@ def _parsed(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"True": True, "False": False, "None": None}.get(value, value)
 
 
 def _object(text: str, source: str, what: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DiffLoRAError(f"{source}: {what} is not JSON ({error}); expected a JSON object.") from None
     if not isinstance(value, dict):
         raise DiffLoRAError(f"{source}: {what} is {type(value).__name__}; expected a JSON object.")

@@ -56,7 +56,7 @@ def _by_names(stems: Sequence[Stem], family: str | None, vocabulary: Vocabulary 
 def _chosen(family: str | None, source: str) -> list[Family]:
     if family is None:
         return list(FAMILIES)
-    wanted = family.split("|")
+    wanted = str(family).split("|")
     known = {candidate.name: candidate for candidate in FAMILIES}
     if not set(wanted) <= known.keys():
         raise DiffLoRAError(f"{source}: family={family!r} is not known. Expected one of {', '.join(known)}.")

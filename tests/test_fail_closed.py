@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -94,6 +95,49 @@ def slow_pattern(folder: Path, pipe: FluxPipeline) -> Any:
     return peft_folder(folder, pipe, alpha_pattern={"(a+)+b": 1.0})
 
 
+def pattern_of_many_repetitions(folder: Path, pipe: FluxPipeline) -> Any:
+    return peft_folder(folder, pipe, alpha_pattern={".*" * 10 + "=": 1.0})
+
+
+def pattern_of_many_choices(folder: Path, pipe: FluxPipeline) -> Any:
+    return peft_folder(folder, pipe, alpha_pattern={"(a|a)" * 40: 1.0})
+
+
+def pattern_with_flags(folder: Path, pipe: FluxPipeline) -> Any:
+    return peft_folder(folder, pipe, rank_pattern={"(?i)to_q": 3})
+
+
+def deep_config(folder: Path, pipe: FluxPipeline) -> Any:
+    peft_folder(folder, pipe)
+    (folder / "adapter_config.json").write_text("[" * 100_000)
+    return folder
+
+
+def deep_metadata(folder: Path, pipe: FluxPipeline) -> Any:
+    save_file(pair(pipe), folder / "x.safetensors", metadata={"lora_adapter_metadata": "[" * 100_000})
+    return folder / "x.safetensors"
+
+
+def alpha_beyond_floats(folder: Path, pipe: FluxPipeline) -> Any:
+    return peft_folder(folder, pipe, lora_alpha=10**400)
+
+
+def rslora_as_a_word(folder: Path, pipe: FluxPipeline) -> Any:
+    return peft_folder(folder, pipe, use_rslora="false")
+
+
+def whole_numbers(folder: Path, pipe: FluxPipeline) -> Any:
+    return saved(folder, {k: (v * 50).to(torch.int8) for k, v in pair(pipe).items()})
+
+
+def complex_numbers(folder: Path, pipe: FluxPipeline) -> Any:
+    return saved(folder, {k: v.to(torch.complex64) for k, v in pair(pipe).items()})
+
+
+def complex_alpha(folder: Path, pipe: FluxPipeline) -> Any:
+    return saved(folder, {**pair(pipe), f"transformer.{Q}.alpha": torch.tensor(1j)})
+
+
 class Marker:
     """Unpickling this would create a file."""
 
@@ -162,6 +206,30 @@ def empty_folder(folder: Path, pipe: FluxPipeline) -> Any:
     return folder
 
 
+def nameless_tensor(folder: Path, pipe: FluxPipeline) -> Any:
+    return {**pair(pipe), 1: torch.ones(1)}
+
+
+def sparse_tensors(folder: Path, pipe: FluxPipeline) -> Any:
+    return {k: v.to_sparse() for k, v in pair(pipe).items()}
+
+
+def no_source(folder: Path, pipe: FluxPipeline) -> Any:
+    return ""
+
+
+def not_a_source(folder: Path, pipe: FluxPipeline) -> Any:
+    return [1]
+
+
+def endless_name(folder: Path, pipe: FluxPipeline) -> Any:
+    return "a" * 5000
+
+
+def nobodys_home(folder: Path, pipe: FluxPipeline) -> Any:
+    return "~nobody-of-that-name/x"
+
+
 def numbers_in_a_dict(folder: Path, pipe: FluxPipeline) -> Any:
     return {f"transformer.{Q}.lora_A.weight": 3.0}
 
@@ -181,6 +249,16 @@ REFUSED: dict[File, tuple[str, ...]] = {
     broken_config: ("adapter_config.json", "JSON"),
     negative_alpha_config: ("lora_alpha", "-1"),
     slow_pattern: ("alpha_pattern", "(a+)+b"),
+    pattern_of_many_repetitions: ("alpha_pattern", ".*.*"),
+    pattern_of_many_choices: ("alpha_pattern", "(a|a)"),
+    pattern_with_flags: ("rank_pattern", "(?i)to_q"),
+    deep_config: ("adapter_config.json", "JSON"),
+    deep_metadata: ("x.safetensors", "JSON"),
+    alpha_beyond_floats: ("lora_alpha", "positive number"),
+    rslora_as_a_word: ("use_rslora", "'false'"),
+    whole_numbers: (f"transformer.{Q}", "int8"),
+    complex_numbers: (f"transformer.{Q}", "complex64"),
+    complex_alpha: (f"transformer.{Q}", "complex64"),
     pickled: ("x.pt", "pickle", "allow_pickle"),
     truncated: ("x.safetensors", "safetensors"),
     huge_header: ("x.safetensors", "safetensors"),
@@ -192,6 +270,12 @@ REFUSED: dict[File, tuple[str, ...]] = {
     two_slots: ("one", "two"),
     nothing_there: ("absent.safetensors",),
     empty_folder: ("no .safetensors",),
+    nameless_tensor: ("1: Tensor",),
+    sparse_tensors: (Q, "dense"),
+    no_source: ("''", "expected a path"),
+    not_a_source: ("[1]", "expected a path"),
+    endless_name: ("aaa", "too long"),
+    nobodys_home: ("~nobody-of-that-name/x",),
     numbers_in_a_dict: ("float",),
 }
 
@@ -236,7 +320,31 @@ def test_tensors_of_a_pickle_load_only_when_allowed(flux: FluxPipeline, tmp_path
 
 def test_a_weight_that_is_no_finite_number_is_refused(flux: FluxPipeline) -> None:
     pipe = difflora.attach(flux)
-    for weight in (float("nan"), float("inf"), "1", True, None, {"transformer": "x"}):
+    for weight in (float("nan"), float("inf"), 10**400, "1", True, None, {"transformer": "x"}):
         with pytest.raises(DiffLoRAError, match="finite number"):
             pipe.load_lora(pair(pipe), weight)
     assert len(pipe.loras) == 0
+
+
+@pytest.mark.parametrize(
+    "weight", [{"transformer": {5: 1}}, {"transformer_blocks.²-³": 1}, {"blocks.0-" + "9" * 5000: 1}]
+)
+def test_a_pattern_that_cannot_be_one_is_refused(weight: Any, flux: FluxPipeline) -> None:
+    pipe = difflora.attach(flux)
+    with pytest.raises(DiffLoRAError, match="pattern"):
+        pipe.load_lora(pair(pipe), weight)
+    assert len(pipe.loras) == 0
+
+
+def test_hundreds_of_module_patterns_take_no_time(flux: FluxPipeline, tmp_path: Path) -> None:
+    """More than `re` caches: each is compiled once, not once a module."""
+    ranks = {f"transformer_blocks.{i}.attn.to_q": 3 for i in range(2000)}
+    folder = peft_folder(tmp_path, flux, rank_pattern=ranks)
+    with mock.patch("re.match", side_effect=AssertionError):
+        assert difflora.load(folder).components["transformer"][Q].scale == 2
+
+
+def test_a_config_with_a_byte_order_mark_is_read(flux: FluxPipeline, tmp_path: Path) -> None:
+    config = peft_folder(tmp_path, flux) / "adapter_config.json"
+    config.write_text(config.read_text(), encoding="utf-8-sig")
+    assert difflora.load(tmp_path).components["transformer"][Q].scale == 2
