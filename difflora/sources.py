@@ -71,7 +71,9 @@ def locate(
     address = _HUB.fullmatch(text) if isinstance(source, str) else None
     # "loras/nope" beside a folder ./loras is a file that is not there: no reason to wait for the Hub.
     local = address is not None and not address["file"] and not address["rev"] and Path(text.split("/")[0]).is_dir()
-    if address is None or local:
+    # Repositories are not called after weight files.
+    file = not (address and address["file"]) and text.lower().endswith((".safetensors", ".sft", *_PICKLES))
+    if address is None or local or file:
         places = [*(str(p) for p in tried), "the bundled adapters"]
         hint = f" The folder {text.split('/')[0]} is here, so only {text}@main asks the Hub." if local else ""
         raise DiffLoRAError(

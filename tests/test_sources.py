@@ -43,6 +43,15 @@ def test_paths_with_and_without_suffix_and_names_in_folders(tmp_path: Path) -> N
         difflora.load("style", folders=[tmp_path / "empty"])
 
 
+def test_a_missing_file_is_not_sought_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("asked the Hub")
+
+    monkeypatch.setattr("difflora.sources._from_hub", never)
+    with pytest.raises(DiffLoRAError, match="is no adapter: tried"):
+        difflora.load("nowhere/style.safetensors")
+
+
 def test_names_come_from_the_stem_the_folder_or_a_counter(tmp_path: Path) -> None:
     assert difflora.load(write(tmp_path / "v1.0.safetensors")).name == "v1.0"
     assert difflora.load(write(tmp_path / "mine" / "pytorch_lora_weights.safetensors").parent).name == "mine"
