@@ -91,15 +91,15 @@ def _text(file: Path) -> str:
 
 
 def _check_state_dict(source: Mapping[str, Tensor]) -> None:
-    wrong = [
-        f"{k!r}: {type(v).__name__}"
-        for k, v in source.items()
-        if not (isinstance(k, str) and isinstance(v, torch.Tensor)) or v.layout is not torch.strided or v.is_quantized
-    ]
+    wrong = [f"{k!r}: {type(v).__name__}" for k, v in source.items() if not (isinstance(k, str) and _dense(v))]
     if wrong:
         raise DiffLoRAError(f"the state dict holds {some(wrong)}; expected names and plain dense tensors only.")
     if not source:
         raise DiffLoRAError("the state dict is empty; expected the tensors of an adapter.")
+
+
+def _dense(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized
 
 
 def _safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -125,7 +125,7 @@ def _pickled(place: Place) -> dict[str, Tensor]:
             f"{place.file} cannot be read as tensors alone ({type(error).__name__}); expected a plain state dict."
         ) from error
     value = value.get("state_dict", value) if isinstance(value, dict) else value
-    if not isinstance(value, dict) or not all(isinstance(v, torch.Tensor) for v in value.values()):
+    if not isinstance(value, dict) or not all(isinstance(k, str) and _dense(v) for k, v in value.items()):
         raise DiffLoRAError(f"{place.file} holds {type(value).__name__}; expected a plain state dict of tensors.")
     return value
 

@@ -313,6 +313,9 @@ def test_tensors_of_a_pickle_load_only_when_allowed(flux: FluxPipeline, tmp_path
     with pytest.raises(DiffLoRAError, match="allow_pickle"):
         pipe.load_lora(tmp_path / "x.pt")
     assert pipe.load_lora(tmp_path / "x.pt", allow_pickle=True).matched == (f"transformer.{Q}",)
+    torch.save({k: v.to_sparse() for k, v in pair(pipe).items()}, tmp_path / "sparse.pt")
+    with pytest.raises(DiffLoRAError, match="plain state dict"):
+        pipe.load_lora(tmp_path / "sparse.pt", allow_pickle=True, name="z")
     with pytest.raises(DiffLoRAError, match="tensors alone"):
         pipe.load_lora(pickled(tmp_path, pipe), allow_pickle=True, name="y")
     assert not (tmp_path / "marker").exists()
