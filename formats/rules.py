@@ -53,17 +53,21 @@ class Rule:
     is what remains of the rows, divided by how often the symbol stands there.  Empty for a rename.
     `perm` gives, for a module whose row blocks are stored in another order, the source block of each target block:
     `rows` then names the blocks, and there is one section.
+    `heads` is the head size of a source whose rows are interleaved: that many rows of each section in turn.
     """
 
     source: str
     sections: tuple[str, ...]
     rows: tuple[str | int, ...] = ()
     perm: tuple[int, ...] = ()
+    heads: int = 0
 
     def spans(self, rows: int, cols: int) -> tuple[tuple[Span, ...], ...] | None:
         """The row blocks of each section in a delta [rows, cols]; None where the row counts do not add up."""
         if not self.rows:
             return ((),) * len(self.sections)
+        if self.heads:
+            return self._interleaved(rows)
         known = [cols if row == "D" else row for row in self.rows]
         symbols = sum(isinstance(row, str) for row in known)
         rest = rows - sum(row for row in known if isinstance(row, int))
@@ -74,13 +78,48 @@ class Rule:
         blocks = tuple(pairwise(edges))
         return (tuple(blocks[i] for i in self.perm),) if self.perm else tuple((block,) for block in blocks)
 
+    def _interleaved(self, rows: int) -> tuple[tuple[Span, ...], ...] | None:
+        step, count = self.heads, len(self.sections)
+        if rows % (step * count):
+            return None
+        starts = range(0, rows, step)
+        return tuple(tuple((at, at + step) for at in starts[n::count]) for n in range(count))
+
+
+def under(source: str, target: str, text: str) -> tuple[Rule, ...]:
+    """Rules from lines of text, with these prefixes: `native = canonical`, a rename.
+
+    `native = one + two : D M` is a fused module with the row counts of its parts; `/ 1 0` after them is a permutation.
+    A line that is a name alone keeps it: `name = name`.
+    """
+    return tuple(_rule(source, target, line) for line in text.split("\n") if line.strip())
+
+
+def _rule(source: str, target: str, line: str) -> Rule:
+    text, _, perm = line.partition(" / ")
+    text, _, rows = text.partition(" : ")
+    native, _, canonical = text.partition(" = ")
+    sections = tuple(target + name.strip() for name in (canonical or native).split(" + "))
+    sizes = tuple(int(size) if size.isdecimal() else size for size in rows.split())
+    return Rule(source + native.strip(), sections, sizes, tuple(map(int, perm.split())))
+
+
+def names(prefix: str, text: str) -> tuple[str, ...]:
+    """Module patterns from blank-separated text, with this prefix."""
+    return tuple(prefix + name for name in text.split())
+
+
+def sections(rules: Iterable[Rule]) -> tuple[str, ...]:
+    """The canonical names that rules lead to, each once."""
+    return tuple(dict.fromkeys(section for rule in rules for section in rule.sections))
+
 
 @dataclass(frozen=True)
 class Network:
-    """The modules of one network: canonical names, and rules from other names to them."""
+    """The modules of one network: rules from other names to the canonical ones, and canonical names without a rule."""
 
-    rules: tuple[Rule, ...]
-    names: tuple[str, ...]
+    rules: tuple[Rule, ...] = ()
+    names: tuple[str, ...] = ()
 
     def find(self, shape: str, numbers: tuple[str, ...], flat: bool) -> dict[tuple[str, ...], Rule]:
         """Every meaning of an outlined module name, as the canonical paths of its sections and the rule to them."""
@@ -98,8 +137,12 @@ class Network:
         return Table((rule.source.replace(".", "_"), rule) for rule in self._all())
 
     def _all(self) -> Iterator[Rule]:
-        yield from (Rule(name, (name,)) for name in self.names)
-        yield from self.rules
+        yield from (Rule(name, (name,)) for name in dict.fromkeys((*self.names, *sections(self.rules))))
+        for rule in self.rules:
+            yield rule
+            # One trainer numbers the parts of a fused module: `img_attn.qkv.0` is q.
+            parts = enumerate(rule.sections) if len(rule.sections) > 1 else ()
+            yield from (Rule(f"{rule.source}.{n}", (section,)) for n, section in parts)
 
 
 def _fill(pattern: str, captures: Mapping[str, str]) -> str:
@@ -123,7 +166,8 @@ class Family:
     """One model family.
 
     `widths` are published sizes (rows, columns; None is any) by `component.path` pattern, used for nothing but telling
-    families apart.  `marks` are how metadata begin that name the family.
+    families apart.  `marks` are how metadata begin that name the family.  `slotted` are the rules that count instead in
+    files with PEFT's adapter name in the keys.  `widens` are modules whose input an adapter may widen (control LoRAs).
     """
 
     name: str
@@ -132,6 +176,8 @@ class Family:
     encoders: tuple[Encoder, ...] = ()
     widths: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
     marks: tuple[str, ...] = ()
+    slotted: tuple[Rule, ...] = ()
+    widens: tuple[str, ...] = ()
 
     @cached_property
     def published(self) -> Table[tuple[int | None, int | None]]:
