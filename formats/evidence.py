@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from difflora.formats.kinds import Shape
 from difflora.formats.readings import Reading
 from difflora.formats.rules import Family, outline
-from difflora.formats.stems import Shape
 from difflora.formats.vocabulary import Vocabulary
 
 _METADATA = ("modelspec.architecture", "ss_base_model_version")

@@ -1,13 +1,14 @@
 """Which family and which modules the keys of a file mean.  Matching is detecting: a family that explains all is it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from difflora.formats.errors import DiffLoRAError, some
 from difflora.formats.evidence import narrowed
 from difflora.formats.families import FAMILIES
+from difflora.formats.kinds import Shape
 from difflora.formats.readings import Reading, as_written, by_family, by_model, literal
 from difflora.formats.rules import Explanation, Family
-from difflora.formats.stems import Shape, Stem, read
+from difflora.formats.stems import Stem, Vector, read
 from difflora.formats.vocabulary import Vocabulary
 
 
@@ -24,7 +25,8 @@ def explain(
     `model` gives the components of the pipeline to bind to, as {module path: weight shape}; `family` is the user's
     choice.  Evidence counts in this order: the model, names, relations between shapes, published widths, metadata.
     """
-    stems, notes = read(shapes, source, model or ())
+    file = read(shapes, source, model or ())
+    stems = file.stems
     vocabulary = Vocabulary(model) if model else None
     readings = _by_names(stems, family, vocabulary, source)
     readings = narrowed(readings, vocabulary, metadata or {})
@@ -32,7 +34,33 @@ def explain(
     _distinct(readings[0], source)
     names = [reading.family.name for reading in readings if reading.family]
     layout = "+".join(sorted({stem.layout for stem in stems}))
-    return Explanation(layout, "|".join(names) or None, readings[0].entries, (*notes, *readings[0].notes))
+    return Explanation(
+        layout,
+        "|".join(names) or None,
+        readings[0].entries,
+        (*file.notes, *readings[0].notes),
+        tuple(_vector(vector, readings, source) for vector in file.vectors),
+        tuple(sorted({place for reading in readings for place in _widened(reading)})),
+    )
+
+
+def _vector(vector: Vector, readings: Sequence[Reading], source: str) -> tuple[str, str, str]:
+    """(word, component, key) of textual-inversion vectors: the one encoder that their place means."""
+    encoders = readings[0].family.encoders if readings[0].family else ()
+    components = [e.component for e in encoders if vector.place in e.places]
+    if len(components) != 1:
+        raise DiffLoRAError(
+            f"{source}: the vectors {vector.key} are for the text encoder {vector.place!r}, of which "
+            f"{readings[0].name} has {some(components) or 'none'}. Pass family=, or remove them."
+        )
+    return vector.token, components[0], vector.key
+
+
+def _widened(reading: Reading) -> Iterator[tuple[str, str]]:
+    family = reading.family
+    for entry in reading.entries:
+        if family and entry.component == family.denoiser and entry.path in family.widens:
+            yield entry.component, entry.path
 
 
 def _by_names(stems: Sequence[Stem], family: str | None, vocabulary: Vocabulary | None, source: str) -> list[Reading]:
@@ -69,8 +97,9 @@ def _agreed(readings: Sequence[Reading], source: str) -> None:
     for other in others:
         if other.entries != first.entries:
             mine, theirs = next(pair for pair in zip(first.entries, other.entries, strict=False) if pair[0] != pair[1])
+            key = next(iter(mine.keys.values()))
             raise DiffLoRAError(
-                f"{source} fits {first.name} and {other.name}, which place it differently ({mine.keys['down']} is "
+                f"{source} fits {first.name} and {other.name}, which place it differently ({key} is "
                 f"{mine.component}.{mine.path} or {theirs.component}.{theirs.path}). Pass family={first.name!r} or "
                 f"family={other.name!r}."
             )

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from difflora.formats.errors import some
+from difflora.formats.kinds import INPUT_SIDE
 from difflora.formats.layouts import COMPONENTS, DENOISER
-from difflora.formats.rules import Entry, Family, Network, Rule
+from difflora.formats.rules import Entry, Family, Network, Rule, Span
 from difflora.formats.stems import Stem
 from difflora.formats.text_encoders import canonical
 from difflora.formats.vocabulary import Vocabulary
@@ -44,37 +45,44 @@ def by_family(family: Family, stems: Sequence[Stem]) -> Reading:
     for stem in stems:
         found = [
             (component, sections, rule)
-            for component, network in _networks(family, stem.place)
+            for component, network in _networks(family, stem)
             for sections, rule in network.find(*stem.outline, stem.flat).items()
         ]
+        fitting = [(*meaning, spans) for meaning in found if (spans := _spans(stem, meaning[2])) is not None]
         if not found:
             reading.unexplained.append(stem)
-        elif len(found) > 1:
-            reading.misfits.append(f"{stem} may mean {some(sections[0] for _, sections, _ in found)}")
+        elif not fitting:
+            expected = " + ".join(map(str, found[0][2].rows))
+            columns = f" with D = {stem.cols}" if stem.cols else ""
+            reading.misfits.append(f"{stem} makes {stem.rows} rows, which are not {expected}{columns}")
+        elif len(fitting) > 1:
+            reading.misfits.append(f"{stem} may mean {some(sections[0] for _, sections, *_ in fitting)}")
         else:
-            component, sections, rule = found[0]
+            component, sections, rule, spans = fitting[0]
             reading.renamed |= component == family.denoiser and rule.source not in rule.sections
-            _add(reading, stem, component, sections, rule)
+            for path, rows in zip(sections, spans, strict=True):
+                reading.modules.append((_entry(component, path, stem, rows), stem))
     return reading
 
 
-def _networks(family: Family, place: str) -> Iterator[tuple[str, Network]]:
-    """The components of a family that a place of a file may mean, and their modules."""
-    if place in (DENOISER, family.denoiser):
-        yield family.denoiser, family.network
+def _networks(family: Family, stem: Stem) -> Iterator[tuple[str, Network]]:
+    """The components of a family that the place of a stem may mean, and their modules."""
+    if stem.place in (DENOISER, family.denoiser, *family.experts):
+        component = stem.place if stem.place in family.experts else family.denoiser
+        yield component, family.in_slots if stem.slotted and family.slotted else family.network
     for encoder in family.encoders:
-        if place in encoder.places:
+        if stem.place in encoder.places:
             yield encoder.component, encoder.network
 
 
-def _add(reading: Reading, stem: Stem, component: str, sections: tuple[str, ...], rule: Rule) -> None:
-    spans = rule.spans(stem.rows, stem.cols)
-    if spans is None:
-        expected = " + ".join(map(str, rule.rows))
-        reading.misfits.append(f"{stem} makes {stem.rows} rows, which are not {expected} with D = {stem.cols}")
-        return
-    for path, rows in zip(sections, spans, strict=True):
-        reading.modules.append((Entry(component, path, stem.kind, stem.keys, rows), stem))
+def _spans(stem: Stem, rule: Rule) -> tuple[tuple[Span, ...], ...] | None:
+    if stem.kind in INPUT_SIDE and not stem.rows:
+        return ((),) * len(rule.sections)
+    return rule.spans(stem.rows, stem.cols)
+
+
+def _entry(component: str, path: str, stem: Stem, rows: tuple[Span, ...] = ()) -> Entry:
+    return Entry(component, f"{path}.bias" if stem.bias else path, stem.kind, stem.keys, rows)
 
 
 def by_model(stems: Sequence[Stem], vocabulary: Vocabulary) -> Reading:
@@ -88,7 +96,7 @@ def by_model(stems: Sequence[Stem], vocabulary: Vocabulary) -> Reading:
             named = some(f"{component}.{path}" for component, path in found)
             reading.misfits.append(f"{stem} may mean {named} of the model")
         else:
-            reading.modules.append((Entry(*found[0], stem.kind, stem.keys), stem))
+            reading.modules.append((_entry(*found[0], stem), stem))
     return reading
 
 
@@ -100,5 +108,5 @@ def literal(stems: Sequence[Stem]) -> bool:
 def as_written(stems: Sequence[Stem], readings: Sequence[Reading]) -> Reading:
     closest = min(readings, key=lambda reading: len(reading.unexplained))
     note = f"of no known family ({closest.name} lacks {some(closest.unexplained)}); module names kept as written"
-    modules = [(Entry(stem.place, canonical(stem.place, stem.path), stem.kind, stem.keys), stem) for stem in stems]
+    modules = [(_entry(stem.place, canonical(stem.place, stem.path), stem), stem) for stem in stems]
     return Reading(None, modules, notes=(note,))

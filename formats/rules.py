@@ -63,16 +63,19 @@ class Rule:
     heads: int = 0
 
     def spans(self, rows: int, cols: int) -> tuple[tuple[Span, ...], ...] | None:
-        """The row blocks of each section in a delta [rows, cols]; None where the row counts do not add up."""
+        """The row blocks of each section in a delta [rows, cols]; None where the row counts do not add up.
+
+        `cols` is 0 where it is not known, as in a bias.
+        """
         if not self.rows:
             return ((),) * len(self.sections)
         if self.heads:
             return self._interleaved(rows)
-        known = [cols if row == "D" else row for row in self.rows]
-        symbols = sum(isinstance(row, str) for row in known)
+        known = [cols if row == "D" and cols else row for row in self.rows]
+        symbols = [row for row in known if isinstance(row, str)]
         rest = rows - sum(row for row in known if isinstance(row, int))
-        share, odd = divmod(rest, symbols) if symbols else (1, rest)
-        if odd or share < 1:
+        share, odd = divmod(rest, len(symbols)) if symbols else (1, rest)
+        if odd or share < 1 or len(set(symbols)) > 1:
             return None
         edges = accumulate((row if isinstance(row, int) else share for row in known), initial=0)
         blocks = tuple(pairwise(edges))
@@ -168,6 +171,7 @@ class Family:
     `widths` are published sizes (rows, columns; None is any) by `component.path` pattern, used for nothing but telling
     families apart.  `marks` are how metadata begin that name the family.  `slotted` are the rules that count instead in
     files with PEFT's adapter name in the keys.  `widens` are modules whose input an adapter may widen (control LoRAs).
+    `experts` are further components with the denoiser's modules.
     """
 
     name: str
@@ -178,6 +182,14 @@ class Family:
     marks: tuple[str, ...] = ()
     slotted: tuple[Rule, ...] = ()
     widens: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+
+    @cached_property
+    def in_slots(self) -> Network:
+        """The denoiser's modules as files with PEFT's adapter name in the keys have them."""
+        replaced = {rule.source for rule in self.slotted}
+        kept = tuple(rule for rule in self.network.rules if rule.source not in replaced)
+        return Network((*kept, *self.slotted), self.network.names)
 
     @cached_property
     def published(self) -> Table[tuple[int | None, int | None]]:
@@ -187,10 +199,11 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One canonical module and the tensors of the file that change it.
+    """One canonical parameter and the tensors of the file that change it.
 
-    `keys` maps a role (`down`, `up`, `mid`, `alpha`) to the key in the file.  `rows` are the row blocks [start, stop)
-    of the file's delta that make up this module's rows, in order; empty means all of them.
+    `path` is a module, whose weight is meant, or a parameter (`to_q.bias`, `scale_shift_table`).  `keys` maps a role
+    (`down`, `up`, `alpha`, ...) to the key in the file.  `rows` are the row blocks [start, stop) of the file's delta
+    that make up this parameter's rows, in order; empty means all of them.
     """
 
     component: str
@@ -202,9 +215,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Every key of a file accounted for: its layout, its family (`"a|b"` while several remain), and its entries."""
+    """Every key of a file accounted for: its layout, its family (`"a|b"` while several remain), and its entries.
+
+    `vectors` are its textual-inversion vectors, as (word, component, key).  `widens` are the modules among the entries
+    whose input the adapter may widen.
+    """
 
     layout: str
     family: str | None
     entries: tuple[Entry, ...]
     notes: tuple[str, ...] = ()
+    vectors: tuple[tuple[str, str, str], ...] = ()
+    widens: tuple[tuple[str, str], ...] = ()

@@ -1,22 +1,27 @@
-"""From the keys of a file to its modules, as spelled there: pairs checked, nothing left over, no family known yet."""
+"""From the keys of a file to its deltas, as spelled there: complete, nothing left over, no family known yet."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
+from difflora.formats import layouts
 from difflora.formats.errors import DiffLoRAError, some
-from difflora.formats.layouts import IGNORED, IGNORED_HEADS, LEAVES, SLOTTED, WRAPPED, Leaf, Prefix, prefixes
-from difflora.formats.refusals import REFUSALS, REFUSED_HEADS, REFUSED_PATHS, REFUSED_TAILS, Refusal
+from difflora.formats.kinds import KINDS, Shape, misfits
+from difflora.formats.layouts import LEAVES, Leaf, Prefix, prefixes
+from difflora.formats.refusals import REFUSALS, REFUSED_HEADS, REFUSED_TAILS, Refusal
 from difflora.formats.rules import outline
 
-Shape = tuple[int, ...]
 _LONGEST_ENDING = 4  # names, as in `___.layer.lora_down.weight`
-_BEGINNINGS: Mapping[str, Refusal | str] = {**IGNORED_HEADS, **REFUSED_HEADS}
-_ENDINGS: Mapping[str, Leaf | Refusal | str] = {**LEAVES, **REFUSED_TAILS, **IGNORED}
+_BEGINNINGS: Mapping[str, Refusal | str] = {**layouts.IGNORED_HEADS, **REFUSED_HEADS}
+_ENDINGS: Mapping[str, Leaf | Refusal | str] = {**LEAVES, **REFUSED_TAILS, **layouts.IGNORED}
 
 
 @dataclass(frozen=True, slots=True)
 class Stem:
-    """One module as the file spells it.  `[rows, cols]` is the size of its delta, the kernel of a convolution aside."""
+    """One delta of one module as the file spells it.
+
+    `[rows, cols]` is the size of the weight, the kernel of a convolution aside, 0 where the tensors leave it open.
+    `bias` says that it acts on the module's bias; `slotted` that its keys hold PEFT's name of the adapter.
+    """
 
     path: str
     place: str
@@ -27,9 +32,29 @@ class Stem:
     rows: int
     cols: int
     outline: tuple[str, tuple[str, ...]]
+    bias: bool = False
+    slotted: bool = False
 
     def __str__(self) -> str:
-        return self.keys["down"]
+        return next(iter(self.keys.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """Textual-inversion vectors in the file: the word that stands for them, the place of their encoder, their key."""
+
+    token: str
+    place: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """Everything that the keys of a file mean by themselves."""
+
+    stems: tuple[Stem, ...]
+    vectors: tuple[Vector, ...]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,44 +64,47 @@ class _Tensor:
     key: str
     text: str
     leaf: Leaf
+    ending: str
+    slotted: bool
 
 
-def read(
-    shapes: Mapping[str, Shape], source: str, components: Iterable[str] = ()
-) -> tuple[tuple[Stem, ...], tuple[str, ...]]:
-    """Every module of a file, and notes on what was left aside.  `components` are names that a key may begin with."""
-    tensors, notes = _tensors(shapes, source)
+def read(shapes: Mapping[str, Shape], source: str, components: Iterable[str] = ()) -> File:
+    """Every delta of a file, and notes on what was left aside.  `components` are names that a key may begin with."""
+    tensors, vectors, notes = _tensors(shapes, source)
     spelled = prefixes(tuple(components))
     modules: dict[tuple[str, bool, str], list[tuple[_Tensor, Prefix]]] = {}
     for tensor in tensors:
         prefix, path = _place(tensor, spelled)
         modules.setdefault((prefix.place, prefix.flat, path), []).append((tensor, prefix))
-    stems = tuple(
-        _stem(path, prefix := members[0][1], [tensor for tensor, _ in members], shapes, source)
+    stems = (
+        stem
         for (_, _, path), members in modules.items()
+        for stem in _stems(path, members[0][1], [tensor for tensor, _ in members], shapes, source)
     )
-    refused: dict[Refusal, list[str]] = {}
-    for stem in stems:
-        for refusal, _ in REFUSED_PATHS.find(*stem.outline):
-            refused.setdefault(refusal, []).extend(stem.keys.values())
-    _refuse(refused, source)
-    return stems, notes
+    return File(tuple(stems), vectors, notes)
 
 
-def _tensors(shapes: Mapping[str, Shape], source: str) -> tuple[list[_Tensor], tuple[str, ...]]:
+def _tensors(shapes: Mapping[str, Shape], source: str) -> tuple[list[_Tensor], tuple[Vector, ...], tuple[str, ...]]:
     """The tensors to use, in the order of their keys; raises for what is refused or unknown."""
     tensors: list[_Tensor] = []
+    vectors: list[Vector] = []
     refused: dict[Refusal, list[str]] = {}
     ignored: dict[str, list[str]] = {}
     slots: dict[str | None, list[str]] = {}
     unknown: list[str] = []
     for key in sorted(shapes):
         parts, slot = _unslotted(key.split("."))
-        if not SLOTTED.isdisjoint(parts[-2:]):
+        if not layouts.SLOTTED.isdisjoint(parts[-2:]):
             slots.setdefault(slot, []).append(key)
-        text, meaning = _ending(key, parts)
-        if isinstance(meaning, Leaf) and text:
-            tensors.append(_Tensor(key, text, meaning))
+        vector = _vector(key)
+        text, ending, meaning = _ending(key, parts, shapes)
+        if vector:
+            vectors.append(vector)
+        elif isinstance(meaning, Leaf) and text:
+            if 0 in shapes[key]:
+                ignored.setdefault(layouts.EMPTY, []).append(key)
+            else:
+                tensors.append(_Tensor(key, text, meaning, ending, slot is not None))
         elif isinstance(meaning, Refusal):
             refused.setdefault(meaning, []).append(key)
         elif isinstance(meaning, str):
@@ -96,28 +124,46 @@ def _tensors(shapes: Mapping[str, Shape], source: str) -> tuple[list[_Tensor], t
     _one_slot(slots, source)
     notes = [f"left aside: {reason} ({some(keys)})" for reason, keys in sorted(ignored.items())]
     notes += [f"slot name {slot!r} removed" for slot in slots if slot is not None]
-    return tensors, tuple(notes)
+    return tensors, tuple(vectors), tuple(notes)
+
+
+def _vector(key: str) -> Vector | None:
+    if not key.startswith(layouts.EMBEDDING):
+        return None
+    found = (
+        (key[len(layouts.EMBEDDING) : -len(ending) - 1], place)
+        for ending, place in layouts.EMBEDDINGS.items()
+        if key.endswith("." + ending)
+    )
+    return next((Vector(token, place, key) for token, place in found if token), None)
 
 
 def _unslotted(parts: list[str]) -> tuple[list[str], str | None]:
     """A key's names without PEFT's adapter name, and that name."""
-    if len(parts) > 3 and parts[-3] in SLOTTED and parts[-1] in ("weight", "bias"):
+    if len(parts) > 3 and parts[-3] in layouts.SLOTTED and parts[-1] in ("weight", "bias"):
         return [*parts[:-2], parts[-1]], parts[-2]
-    if len(parts) > 2 and parts[-2] in SLOTTED and parts[-1] not in ("weight", "bias", "scaled_oft"):
+    if len(parts) > 2 and parts[-2] in layouts.SLOTTED and parts[-1] not in ("weight", "bias", "scaled_oft"):
         return parts[:-1], parts[-1]
     return parts, None
 
 
-def _ending(key: str, parts: list[str]) -> tuple[str, Leaf | Refusal | str | None]:
-    """The text before the longest known ending of a key, and what that ending (or the key's beginning) means."""
+def _ending(key: str, parts: list[str], keys: Iterable[str]) -> tuple[str, str, Leaf | Refusal | str | None]:
+    """The text before the longest known ending of a key, that ending, and what it (or the key's beginning) means."""
     for head, meaning in _BEGINNINGS.items():
         if key.startswith(head):
-            return "", meaning
+            return "", "", meaning
+    for ending, beside in layouts.ONLY_BESIDE.items():
+        if parts[-1] == ending and ".".join((*parts[:-1], beside)) in keys:
+            return _unwrapped(parts[:-1]), ending, _ENDINGS[ending]
     for size in range(min(_LONGEST_ENDING, len(parts)), 0, -1):
         ending = ".".join(parts[-size:])
-        if ending in _ENDINGS:
-            return ".".join(name for name in parts[:-size] if name not in WRAPPED), _ENDINGS[ending]
-    return "", None
+        if ending in _ENDINGS and ending not in layouts.ONLY_BESIDE:
+            return _unwrapped(parts[:-size]), ending, _ENDINGS[ending]
+    return "", "", None
+
+
+def _unwrapped(parts: list[str]) -> str:
+    return ".".join(name for name in parts if name not in layouts.WRAPPED)
 
 
 def _refuse(refused: Mapping[Refusal, list[str]], source: str) -> None:
@@ -144,12 +190,30 @@ def _place(tensor: _Tensor, spelled: tuple[Prefix, ...]) -> tuple[Prefix, str]:
     path = tensor.text[len(prefix.text) :]
     if prefix.flat:
         path = path.removesuffix("_")
+    if tensor.leaf.module and tensor.leaf.kind == "lora":
+        path = ".".join(name for name in path.split(".") if name != "processor")
     if tensor.leaf.module:
-        path = ".".join((*(name for name in path.split(".") if name != "processor"), tensor.leaf.module))
+        path += ("_" if prefix.flat else ".") + tensor.leaf.module
     return prefix, path
 
 
-def _stem(path: str, prefix: Prefix, tensors: list[_Tensor], shapes: Mapping[str, Shape], source: str) -> Stem:
+def _stems(
+    path: str, prefix: Prefix, tensors: list[_Tensor], shapes: Mapping[str, Shape], source: str
+) -> Iterator[Stem]:
+    """The delta of a module's weight, and that of its bias, from the tensors that are called after the module."""
+    weight, bias = ([t for t in tensors if t.leaf.bias == wanted] for wanted in (False, True))
+    shared = _roles([t for t in weight if t.leaf.kind in ("lora", "")], source) if bias else {}
+    columns = 0
+    if weight and not (bias and all(t.leaf.role == "alpha" for t in weight)):
+        stem = _stem(path, prefix, weight, {}, shapes, source)
+        columns = stem.cols
+        yield stem
+    if bias:
+        stem = _stem(path, prefix, bias, shared, shapes, source)
+        yield replace(stem, bias=True, cols=columns)
+
+
+def _roles(tensors: list[_Tensor], source: str) -> dict[str, str]:
     keys: dict[str, str] = {}
     for tensor in tensors:
         if tensor.leaf.role in keys:
@@ -157,48 +221,62 @@ def _stem(path: str, prefix: Prefix, tensors: list[_Tensor], shapes: Mapping[str
                 f"{source}: {keys[tensor.leaf.role]} and {tensor.key} are two spellings of one tensor. Remove one."
             )
         keys[tensor.leaf.role] = tensor.key
-    kinds = {tensor.leaf.kind for tensor in tensors if tensor.leaf.kind}
+    return keys
+
+
+def _stem(
+    path: str,
+    prefix: Prefix,
+    tensors: list[_Tensor],
+    shared: Mapping[str, str],
+    shapes: Mapping[str, Shape],
+    source: str,
+) -> Stem:
+    """One delta.  `shared` are keys of the module's weight, by role, that a delta of its bias may be scaled by."""
+    keys = _roles(tensors, source)
+    kinds = sorted({tensor.leaf.kind for tensor in tensors if tensor.leaf.kind})
+    if not kinds:
+        raise DiffLoRAError(
+            f"{source}: {some(keys.values())} belongs to no factors. Expected {tensors[0].text}.lora_down.weight and "
+            ".lora_up.weight beside it; the file is incomplete."
+        )
     if len(kinds) > 1:
-        raise DiffLoRAError(f"{source}: {some(keys.values())} mix {' and '.join(sorted(kinds))} tensors in one module.")
-    _paired(keys, tensors, source)
-    rows, cols = _size({role: shapes[key] for role, key in keys.items()}, keys, source)
-    return Stem(path, prefix.place, prefix.flat, prefix.layout, kinds.pop(), keys, rows, cols, outline(path))
+        raise DiffLoRAError(f"{source}: {some(keys.values())} mix {' and '.join(kinds)} tensors in one module.")
+    kind = KINDS[kinds[0]]
+    keys |= {role: key for role, key in shared.items() if kind.knows(role) and role not in keys}
+    _complete(kinds[0], keys, tensors, source)
+    found = {role: shapes[key] for role, key in keys.items()}
+    size = kind.size(found)
+    if size is None:
+        described = ", ".join(f"{keys[role]} {list(shape)}" for role, shape in found.items() if role != "alpha")
+        raise DiffLoRAError(f"{source}: {described} do not fit together. Expected {kind.expected}.")
+    for role in misfits(found, size):
+        wanted = "one number" if role in ("alpha", "on_input") else f"one number a row or column of {list(size)}"
+        raise DiffLoRAError(f"{source}: {keys[role]} has shape {list(found[role])}. Expected {wanted}.")
+    slotted = any(tensor.slotted for tensor in tensors)
+    return Stem(path, prefix.place, prefix.flat, prefix.layout, kinds[0], keys, *size, outline(path), slotted=slotted)
 
 
-def _paired(keys: Mapping[str, str], tensors: list[_Tensor], source: str) -> None:
-    if {"down", "up"} <= keys.keys():
+def _complete(kind: str, keys: Mapping[str, str], tensors: list[_Tensor], source: str) -> None:
+    """Raises for a tensor that its kind has no use for, and for one that is missing."""
+    for role, key in keys.items():
+        if not KINDS[kind].knows(role):
+            raise DiffLoRAError(f"{source}: {key} belongs to no {kind} tensors; {some(keys.values())} are one module.")
+    missing = KINDS[kind].missing(keys)
+    if missing is None:
         return
     for tensor in tensors:
-        if tensor.leaf.partner:
+        if tensor.ending in layouts.PARTNERS:
             raise DiffLoRAError(
-                f"{source}: {tensor.key} stands alone. Expected {tensor.text}.{tensor.leaf.partner} beside it; "
+                f"{source}: {tensor.key} stands alone. Expected {tensor.text}.{layouts.PARTNERS[tensor.ending]} beside it; "
                 "the file is incomplete."
             )
+    choices = [choice.split() for choice in missing.split("|")]
+    endings = [
+        [e for r in roles for e, leaf in LEAVES.items() if (leaf.kind, leaf.role) == (kind, r)] for roles in choices
+    ]
+    wanted = " or ".join(" and ".join(f".{ending}" for ending in some_of) for some_of in endings)
     raise DiffLoRAError(
-        f"{source}: {some(keys.values())} belongs to no factors. Expected {tensors[0].text}.lora_down.weight and "
-        ".lora_up.weight beside it; the file is incomplete."
+        f"{source}: {some(keys.values())} belongs to no factors. Expected {wanted} of {tensors[0].text} beside it; "
+        "the file is incomplete."
     )
-
-
-def _size(shapes: Mapping[str, Shape], keys: Mapping[str, str], source: str) -> tuple[int, int]:
-    """Rows and columns of the delta that tensors of these shapes (by role) make; raises where they do not fit.
-
-    down [r, cols, ...], up [rows, r, 1...]; beside a mid [r, r, ...], which holds the kernel, down [r, cols, 1...];
-    alpha has one element.  DyLoRA leaves out the ones of a convolution's up.
-    """
-    down, up, mid, alpha = (shapes.get(role, ()) for role in ("down", "up", "mid", "alpha"))
-    fits = (
-        len(down) >= 2
-        and len(up) >= 2
-        and down[0] == up[1] > 0
-        and set(up[2:]) <= {1}
-        and (not mid or (mid[:2] == (up[1], down[0]) and set(down[2:]) <= {1}))
-    )
-    if not fits:
-        described = ", ".join(f"{keys[role]} {list(shape)}" for role, shape in shapes.items() if role != "alpha")
-        raise DiffLoRAError(
-            f"{source}: {described} do not fit together. Expected down [r, in, ...] and up [out, r] of one rank r."
-        )
-    if alpha not in ((), (1,)):
-        raise DiffLoRAError(f"{source}: {keys['alpha']} has shape {list(alpha)}. Expected one number.")
-    return up[0], down[1]

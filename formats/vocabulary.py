@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 
+from difflora.formats.kinds import Shape
 from difflora.formats.layouts import DENOISER
-from difflora.formats.stems import Shape, Stem
+from difflora.formats.stems import Stem
 from difflora.formats.text_encoders import canonical
 
 _SHORTENED = "text_model."
