@@ -1,6 +1,6 @@
 """The text encoders that families share.  Canonical CLIP names are the long ones (`text_model.encoder.layers.0...`)."""
 
-from difflora.formats.rules import Network, Rule, outline
+from difflora.formats.rules import Network, Rule, names, outline
 
 _LAYER = "encoder.layers.{i}."
 _PROJECTIONS = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out.0": "out_proj"}
@@ -40,6 +40,28 @@ T5 = Network(
     ),
     rules=(),
 )
+
+_LLAMA_NAMES = names(
+    "",
+    """
+    embed_tokens norm layers.{i}.input_layernorm layers.{i}.post_attention_layernorm
+    layers.{i}.pre_feedforward_layernorm layers.{i}.post_feedforward_layernorm
+    layers.{i}.self_attn.q_proj layers.{i}.self_attn.k_proj layers.{i}.self_attn.v_proj layers.{i}.self_attn.o_proj
+    layers.{i}.self_attn.q_norm layers.{i}.self_attn.k_norm
+    layers.{i}.mlp.gate_proj layers.{i}.mlp.up_proj layers.{i}.mlp.down_proj
+    """,
+)
+
+
+def llama_like(level: str) -> Network:
+    """A Llama, Mistral, Qwen or Gemma whose layers lie at `level`, whichever level a file names them at.
+
+    transformers: "" in LlamaModel, Qwen3Model, Gemma2Model; "model." in their CausalLM; "model.language_model." where
+    they see pictures too (Qwen2.5-VL, Qwen3-VL, Gemma3, Mistral3).
+    """
+    levels = ("", "model.", "language_model.", "model.language_model.", "language_model.model.")
+    rules = (Rule(f"{root}{name}", (f"{level}{name}",)) for root in levels if root != level for name in _LLAMA_NAMES)
+    return Network(rules=(*rules, Rule("lm_head", ("lm_head",))))
 
 
 def clip_widths(component: str, width: int) -> dict[str, tuple[int | None, int | None]]:
