@@ -4,5 +4,6 @@ from difflora.formats.flux import FLUX
 from difflora.formats.rules import Family
 from difflora.formats.sd import SD1, SD2
 from difflora.formats.sdxl import SDXL
+from difflora.formats.wan import WAN
 
-FAMILIES: tuple[Family, ...] = (SD1, SD2, SDXL, FLUX)
+FAMILIES: tuple[Family, ...] = (SD1, SD2, SDXL, FLUX, WAN)
