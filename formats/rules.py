@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -18,6 +18,9 @@ Span = tuple[int, int]
 
 # A number, or a capture that stands for one, between separators: `linear_1` has one, `attn1` has none.
 _NUMBER = re.compile(r"(?<![^._])(?:[0-9]+|\{\w+\})(?![^._])")
+
+# Alternatives, as in `to_{q,k,v}`; one of them may be empty.
+_ALTERNATIVES = re.compile(r"\{([\w.]*(?:,[\w.]*)+)\}")
 
 
 def outline(name: str) -> tuple[str, tuple[str, ...]]:
@@ -93,23 +96,33 @@ def under(source: str, target: str, text: str) -> tuple[Rule, ...]:
     """Rules from lines of text, with these prefixes: `native = canonical`, a rename.
 
     `native = one + two : D M` is a fused module with the row counts of its parts; `/ 1 0` after them is a permutation.
-    A line that is a name alone keeps it: `name = name`.
+    A line that is a name alone keeps it: `name = name`.  Braces with commas repeat a line, the alternatives in order:
+    `{q,k}_norm = norm_{q,k}` is two rules, and `{x,y}.kv = {x,y}.to_{k,v} : D D` two fused modules of two parts each.
     """
-    return tuple(_rule(source, target, line) for line in text.split("\n") if line.strip())
+    return tuple(rule for line in text.split("\n") if line.strip() for rule in _rules(source, target, line))
 
 
-def _rule(source: str, target: str, line: str) -> Rule:
+def _rules(source: str, target: str, line: str) -> Iterator[Rule]:
     text, _, perm = line.partition(" / ")
     text, _, rows = text.partition(" : ")
     native, _, canonical = text.partition(" = ")
-    sections = tuple(target + name.strip() for name in (canonical or native).split(" + "))
     sizes = tuple(int(size) if size.isdecimal() else size for size in rows.split())
-    return Rule(source + native.strip(), sections, sizes, tuple(map(int, perm.split())))
+    sources = _alternatives(native.strip())
+    parts = [_alternatives(name.strip()) for name in (canonical or native).split(" + ")]
+    for n, one in enumerate(sources):
+        mine = (name for part in parts for name in part[n * len(part) // len(sources) :][: len(part) // len(sources)])
+        yield Rule(source + one, tuple(target + name for name in mine), sizes, tuple(map(int, perm.split())))
+
+
+def _alternatives(text: str) -> list[str]:
+    """Every text that braces with commas stand for, the last brace varying first."""
+    pieces = _ALTERNATIVES.split(text)
+    return ["".join(words) for words in product(*(p.split(",") if n % 2 else [p] for n, p in enumerate(pieces)))]
 
 
 def names(prefix: str, text: str) -> tuple[str, ...]:
-    """Module patterns from blank-separated text, with this prefix."""
-    return tuple(prefix + name for name in text.split())
+    """Module patterns from blank-separated text, with this prefix: `to_{q,k}` is `to_q` and `to_k`."""
+    return tuple(prefix + name for word in text.split() for name in _alternatives(word))
 
 
 def sections(rules: Iterable[Rule]) -> tuple[str, ...]:

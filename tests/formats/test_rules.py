@@ -2,7 +2,7 @@
 
 import pytest
 
-from difflora.formats.rules import Network, Rule, Table, outline
+from difflora.formats.rules import Network, Rule, Table, names, outline, under
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,20 @@ def test_row_blocks(
 ) -> None:
     sections = tuple(f"s{n}" for n in range(1 if perm or not rows else len(rows)))
     assert Rule("source", sections, rows, perm).spans(*size) == expected
+
+
+def test_alternatives_in_braces() -> None:
+    assert names("b.{i}.", "attn{1,2}.to_{q,out.0} {,x_}norm") == (
+        *("b.{i}.attn1.to_q", "b.{i}.attn1.to_out.0", "b.{i}.attn2.to_q", "b.{i}.attn2.to_out.0"),
+        *("b.{i}.norm", "b.{i}.x_norm"),
+    )
+    assert under("n.{i}.", "c.{i}.", "{self,cross}.{q,kv} = attn{1,2}.{to_q,kv}\n same") == (
+        Rule("n.{i}.self.q", ("c.{i}.attn1.to_q",)),
+        Rule("n.{i}.self.kv", ("c.{i}.attn1.kv",)),
+        Rule("n.{i}.cross.q", ("c.{i}.attn2.to_q",)),
+        Rule("n.{i}.cross.kv", ("c.{i}.attn2.kv",)),
+        Rule("n.{i}.same", ("c.{i}.same",)),
+    )
+    fused = (Rule("x.kv", ("c.x.k", "c.x.v"), ("D", "K")), Rule("y.kv", ("c.y.k", "c.y.v"), ("D", "K")))
+    assert under("", "c.", "{x,y}.kv = {x,y}.{k,v} : D K") == fused
+    assert under("", "c.", "{x,y}.kv = {x,y}.k + {x,y}.v : D K") == fused
