@@ -28,28 +28,15 @@ CLIP = Network(
 
 T5 = Network(
     names=(
-        "shared",
-        "encoder.embed_tokens",
-        "encoder.final_layer_norm",
-        *(
-            f"encoder.block.{{i}}.layer.0.SelfAttention.{name}"
-            for name in ("q", "k", "v", "o", "relative_attention_bias")
-        ),
-        *(f"encoder.block.{{i}}.layer.1.DenseReluDense.{name}" for name in ("wi", "wi_0", "wi_1", "wo")),
-        *(f"encoder.block.{{i}}.layer.{n}.layer_norm" for n in (0, 1)),
+        *names("", "shared encoder.embed_tokens encoder.final_layer_norm encoder.block.{i}.layer.{0,1}.layer_norm"),
+        *names("encoder.block.{i}.layer.", "0.SelfAttention.{q,k,v,o,relative_attention_bias}"),
+        *names("encoder.block.{i}.layer.", "1.DenseReluDense.{wi,wi_0,wi_1,wo}"),
     ),
-    rules=(),
 )
-
-_LLAMA_NAMES = names(
-    "",
-    """
-    embed_tokens norm layers.{i}.input_layernorm layers.{i}.post_attention_layernorm
-    layers.{i}.pre_feedforward_layernorm layers.{i}.post_feedforward_layernorm
-    layers.{i}.self_attn.q_proj layers.{i}.self_attn.k_proj layers.{i}.self_attn.v_proj layers.{i}.self_attn.o_proj
-    layers.{i}.self_attn.q_norm layers.{i}.self_attn.k_norm
-    layers.{i}.mlp.gate_proj layers.{i}.mlp.up_proj layers.{i}.mlp.down_proj
-    """,
+_LLAMA_NAMES = (
+    *("embed_tokens", "norm"),
+    *names("layers.{i}.", "{input,post_attention,pre_feedforward,post_feedforward}_layernorm"),
+    *names("layers.{i}.", "self_attn.{q,k,v,o}_proj self_attn.{q,k}_norm mlp.{gate,up,down}_proj"),
 )
 
 
