@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from difflora.formats.kinds import Shape
 from difflora.formats.readings import Reading
-from difflora.formats.rules import Family, outline
+from difflora.formats.rules import Family, Width, outline
 from difflora.formats.vocabulary import Vocabulary
 
 _METADATA = ("modelspec.architecture", "ss_base_model_version")
@@ -35,10 +35,14 @@ def _published(family: Family, sizes: Iterable[tuple[str, Shape]]) -> bool:
     agreed = False
     for name, size in sizes:
         for published, _ in family.published.find(*outline(name)):
-            if any(want not in (None, have) for want, have in zip(published, size, strict=False)):
+            if not all(_allows(want, have) for want, have in zip(published, size, strict=False)):
                 return False
             agreed = True
     return agreed
+
+
+def _allows(want: Width, have: int) -> bool:
+    return want is None or have in (want if isinstance(want, tuple) else (want,))
 
 
 def _sizes(reading: Reading, vocabulary: Vocabulary | None) -> Iterator[tuple[str, Shape]]:

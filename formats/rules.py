@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 Span = tuple[int, int]
+Width = int | tuple[int, ...] | None
 
 # A number, or a capture that stands for one, between separators: `linear_1` has one, `attn1` has none.
 _NUMBER = re.compile(r"(?<![^._])(?:[0-9]+|\{\w+\})(?![^._])")
@@ -181,17 +182,17 @@ class Encoder:
 class Family:
     """One model family.
 
-    `widths` are published sizes (rows, columns; None is any) by `component.path` pattern, used for nothing but telling
-    families apart.  `marks` are how metadata begin that name the family.  `slotted` are the rules that count instead in
-    files with PEFT's adapter name in the keys.  `widens` are modules whose input an adapter may widen (control LoRAs).
-    `experts` are further components with the denoiser's modules.
+    `widths` are published sizes (rows, columns; None is any, one of a tuple) by `component.path` pattern, used for nothing
+    but telling families apart.  `marks` are how metadata begin that name the family.  `slotted` are the rules
+    that count instead in files with PEFT's adapter name in the keys.  `widens` are modules whose input an adapter may
+    widen (control LoRAs).  `experts` are further components with the denoiser's modules.
     """
 
     name: str
     denoiser: str
     network: Network
     encoders: tuple[Encoder, ...] = ()
-    widths: Mapping[str, tuple[int | None, int | None]] = field(default_factory=dict)
+    widths: Mapping[str, tuple[Width, Width]] = field(default_factory=dict)
     marks: tuple[str, ...] = ()
     slotted: tuple[Rule, ...] = ()
     widens: tuple[str, ...] = ()
@@ -205,7 +206,7 @@ class Family:
         return Network((*kept, *self.slotted), self.network.names)
 
     @cached_property
-    def published(self) -> Table[tuple[int | None, int | None]]:
+    def published(self) -> Table[tuple[Width, Width]]:
         """`widths`, ready to be looked up."""
         return Table(self.widths.items())
 
@@ -231,7 +232,8 @@ class Explanation:
     """Every key of a file accounted for: its layout, its family (`"a|b"` while several remain), and its entries.
 
     `vectors` are its textual-inversion vectors, as (word, component, key).  `widens` are the modules among the entries
-    whose input the adapter may widen.
+    whose input the adapter may widen.  `uneven` says which fused modules have other rows than their parts together: their
+    entries are not cut, and fit no model.
     """
 
     layout: str
@@ -240,3 +242,4 @@ class Explanation:
     notes: tuple[str, ...] = ()
     vectors: tuple[tuple[str, str, str], ...] = ()
     widens: tuple[tuple[str, str], ...] = ()
+    uneven: tuple[str, ...] = ()

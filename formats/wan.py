@@ -30,24 +30,19 @@ _NAMES = """
     face_encoder.{padding_tokens,out_proj} motion_encoder.{motion_synthesis_weight,conv_in,conv_out}
     motion_encoder.motion_network.{i} motion_encoder.res_blocks.{i}.{conv1,conv2,conv_skip}
 """
-_NETWORK = Network(
-    rules=(
-        *under("blocks.{i}.", "blocks.{i}.", f"{_BLOCK}\n{_IMAGE}"),
-        *under("vace_blocks.{i}.", "vace_blocks.{i}.", f"{_BLOCK}\n{_VACE}"),
-        *under("face_adapter.fuser_blocks.{i}.", "face_adapter.{i}.", _FACE),
-        *under("", "", _TOP),
-    ),
-    names=names("", _NAMES),
-)
-
 WAN = Family(
     name="wan",
     denoiser="transformer",
-    network=_NETWORK,
-    encoders=(
-        Encoder("text_encoder", T5, ("te", "te1", "text_encoder", "umt5xxl")),
-        # The low-noise expert of Wan 2.2, where a file names it.
-        Encoder("transformer_2", _NETWORK, ("transformer_2",)),
+    network=Network(
+        rules=(
+            *under("blocks.{i}.", "blocks.{i}.", f"{_BLOCK}\n{_IMAGE}"),
+            *under("vace_blocks.{i}.", "vace_blocks.{i}.", f"{_BLOCK}\n{_VACE}"),
+            *under("face_adapter.fuser_blocks.{i}.", "face_adapter.{i}.", _FACE),
+            *under("", "", _TOP),
+        ),
+        names=names("", _NAMES),
     ),
+    encoders=(Encoder("text_encoder", T5, ("te", "te1", "text_encoder", "umt5xxl")),),
     marks=("wan",),
+    experts=("transformer_2",),
 )

@@ -216,3 +216,13 @@ def test_a_family_whose_row_counts_do_not_add_up_is_out(monkeypatch: pytest.Monk
     monkeypatch.setattr(match, "FAMILIES", families)
     assert family(pair("lora_unet_qkv", rows=12, cols=8)) == "y"
     assert family(pair("lora_unet_qkv", rows=24, cols=8)) == "x|y"
+
+
+def test_a_published_width_may_be_one_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Network(names=("blocks.{i}.to_q",))
+    small = Family("small", "transformer", network, widths={"transformer.blocks.{i}.to_q": (8, (4, 8))})
+    large = Family("large", "transformer", network, widths={"transformer.blocks.{i}.to_q": ((16, 32), None)})
+    monkeypatch.setattr(match, "FAMILIES", (small, large))
+    assert [family(pair("blocks.0.to_q", 8, cols)) for cols in (4, 8)] == ["small", "small"]
+    assert [family(pair("blocks.0.to_q", rows, 4)) for rows in (16, 32)] == ["large", "large"]
+    assert family(pair("blocks.0.to_q", 8, 16)) == "small|large"
