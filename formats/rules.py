@@ -182,8 +182,8 @@ class Encoder:
 class Family:
     """One model family.
 
-    `widths` are published sizes (rows, columns; None is any, one of a tuple) by `component.path` pattern, used for nothing
-    but telling families apart.  `marks` are how metadata begin that name the family.  `slotted` are the rules
+    `widths` are published sizes (rows, columns; any of a tuple; None: any) by `component.path` pattern, used for
+    nothing but telling families apart.  `marks` are how metadata begin that name the family.  `slotted` are the rules
     that count instead in files with PEFT's adapter name in the keys.  `widens` are modules whose input an adapter may
     widen (control LoRAs).  `experts` are further components with the denoiser's modules.
     """
