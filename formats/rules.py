@@ -108,11 +108,11 @@ def _rules(source: str, target: str, line: str) -> Iterator[Rule]:
     text, _, rows = text.partition(" : ")
     native, _, canonical = text.partition(" = ")
     sizes = tuple(int(size) if size.isdecimal() else size for size in rows.split())
-    sources = _alternatives(native.strip())
-    parts = [_alternatives(name.strip()) for name in (canonical or native).split(" + ")]
+    sources = _alternatives(source + native.strip())
+    parts = [_alternatives(target + name.strip()) for name in (canonical or native).split(" + ")]
     for n, one in enumerate(sources):
         mine = (name for part in parts for name in part[n * len(part) // len(sources) :][: len(part) // len(sources)])
-        yield Rule(source + one, tuple(target + name for name in mine), sizes, tuple(map(int, perm.split())))
+        yield Rule(one, tuple(mine), sizes, tuple(map(int, perm.split())))
 
 
 def _alternatives(text: str) -> list[str]:
@@ -123,7 +123,7 @@ def _alternatives(text: str) -> list[str]:
 
 def names(prefix: str, text: str) -> tuple[str, ...]:
     """Module patterns from blank-separated text, with this prefix: `to_{q,k}` is `to_q` and `to_k`."""
-    return tuple(prefix + name for word in text.split() for name in _alternatives(word))
+    return tuple(name for word in text.split() for name in _alternatives(prefix + word))
 
 
 def sections(rules: Iterable[Rule]) -> tuple[str, ...]:

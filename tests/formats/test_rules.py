@@ -84,6 +84,10 @@ def test_alternatives_in_braces() -> None:
         Rule("n.{i}.cross.kv", ("c.{i}.attn2.kv",)),
         Rule("n.{i}.same", ("c.{i}.same",)),
     )
+    assert under("{a,b}_", "{c,d}.", "{q,k}") == tuple(
+        Rule(f"{one}_{x}", (f"{other}.{x}",)) for one, other in ("ac", "bd") for x in "qk"
+    )
+    assert names("{a,b}.", "x y") == ("a.x", "b.x", "a.y", "b.y")
     fused = (Rule("x.kv", ("c.x.k", "c.x.v"), ("D", "K")), Rule("y.kv", ("c.y.k", "c.y.v"), ("D", "K")))
     assert under("", "c.", "{x,y}.kv = {x,y}.{k,v} : D K") == fused
     assert under("", "c.", "{x,y}.kv = {x,y}.k + {x,y}.v : D K") == fused
