@@ -1,4 +1,4 @@
-"""SDXL and what shares its UNet (SSD-1B, Vega, Pony, Illustrious): three levels, two CLIP text encoders."""
+"""SDXL and what shares its UNet (SSD-1B, Vega, Pony, Illustrious, Kolors): three levels, two CLIP text encoders."""
 
 from difflora.formats.rules import Encoder, Family, Network, Rule
 from difflora.formats.sd import UNET_NAMES, ldm_rules, unet_widths
@@ -10,7 +10,7 @@ SDXL = Family(
     name="sdxl",
     denoiser="unet",
     network=Network(
-        names=(*UNET_NAMES, *_ADDED.values()),
+        names=(*UNET_NAMES, *_ADDED.values(), "encoder_hid_proj"),  # The last is of Kolors.
         rules=(
             *ldm_rules(levels=3, down={1, 2}, up={0, 1}),
             *(Rule(source, (name,)) for source, name in _ADDED.items()),
