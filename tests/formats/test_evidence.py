@@ -51,7 +51,7 @@ ATTN1, ATTN2 = kohya(f"{BLOCK}.attn1.to_q"), f"{BLOCK}.attn2.to_k"
         pytest.param(kohya("output_blocks.0.1.proj_in"), "sdxl", id="a number of SDXL"),
         pytest.param(kohya("input_blocks.1.1.proj_in"), "sd1|sd2", id="a number of SD"),
         pytest.param(ATTN1 | pair("lora_te2_text_model_encoder_layers_0_mlp_fc1"), "sdxl", id="an encoder of SDXL"),
-        pytest.param(pair("lora_te1_text_model_encoder_layers_0_mlp_fc1"), "sdxl|flux", id="CLIP-L alone"),
+        pytest.param(pair("lora_te1_text_model_encoder_layers_0_mlp_fc1"), "sdxl|flux|hidream", id="CLIP-L alone"),
         pytest.param(
             pair("lora_te_text_model_encoder_layers_0_self_attn_q_proj", 1024, 1024), "sd2", id="width of an encoder"
         ),
@@ -109,9 +109,9 @@ def test_a_models_encoder_may_carry_either_spelling(root: str) -> None:
 
 
 MODEL: Model = {
-    "transformer": {"layers.0.self_attn.q_proj": (8, 8), "a_b.c": (8, 8), "a.b_c": (8, 8), "proj_in": (8, 8)},
+    "transformer": {"layers.0.self_attn.q_proj": (8, 8), "a_b.c": (8, 8), "a.b_c": (8, 8), "entry_in": (8, 8)},
     "text_encoder": {"model.layers.0.mlp.up_proj": (8, 8)},
-    "vae": {"proj_in": (8, 8)},
+    "vae": {"entry_in": (8, 8)},
 }
 
 
@@ -122,12 +122,12 @@ MODEL: Model = {
         ("lycoris_layers_0_self_attn_q_proj", "transformer", "layers.0.self_attn.q_proj"),
         ("base_model.model.layers.0.self_attn.q_proj", "transformer", "layers.0.self_attn.q_proj"),
         ("layers.0.self_attn.q_proj", "transformer", "layers.0.self_attn.q_proj"),
-        ("transformer.proj_in", "transformer", "proj_in"),
+        ("transformer.entry_in", "transformer", "entry_in"),
         ("diffusion_model.a_b.c", "transformer", "a_b.c"),
         ("diffusion_model.a.b_c", "transformer", "a.b_c"),
         ("lora_te_model_layers_0_mlp_up_proj", "text_encoder", "model.layers.0.mlp.up_proj"),
         ("base_model.model.model.layers.0.mlp.up_proj", "text_encoder", "model.layers.0.mlp.up_proj"),
-        ("vae.proj_in", "vae", "proj_in"),
+        ("vae.entry_in", "vae", "entry_in"),
     ],
 )
 def test_the_models_own_names_are_a_vocabulary(module: str, component: str, path: str) -> None:
@@ -153,9 +153,9 @@ def test_a_flattened_spelling_of_two_modules_is_ambiguous() -> None:
 
 def test_a_name_that_two_components_hold_is_ambiguous() -> None:
     with pytest.raises(
-        DiffLoRAError, match=r"may mean transformer.proj_in, vae.proj_in of the model. Name the component"
+        DiffLoRAError, match=r"may mean transformer.entry_in, vae.entry_in of the model. Name the component"
     ):
-        explain(pair("diffusion_model.proj_in"), model=MODEL)
+        explain(pair("diffusion_model.entry_in"), model=MODEL)
 
 
 def test_a_name_that_is_unknown_everywhere() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from difflora.formats.errors import DiffLoRAError
 from difflora.formats.match import explain
 from difflora.formats.rules import Explanation
 
@@ -252,7 +253,15 @@ def pair(module: str, rows: int = 8, cols: int = 8, ends: tuple[str, str] = DOWN
     ],
 )
 def test_text_encoders_are_told_by_their_paths(module: str, component: str, path: str) -> None:
-    assert places(explain(pair(module))) == {(component, path, "lora", ())}
+    assert places(explain(pair(module), family="sd1|sdxl|flux")) == {(component, path, "lora", ())}
+
+
+def test_the_same_text_encoder_in_two_places_needs_the_family() -> None:
+    shapes = pair("text_encoders.t5xxl.transformer.encoder.block.0.layer.0.SelfAttention.q")
+    with pytest.raises(DiffLoRAError, match="fits flux and ltx, which place it differently.* Pass family='flux'"):
+        explain(shapes, family="flux|ltx")
+    model = {"text_encoder": {"encoder.block.0.layer.0.SelfAttention.q": (8, 8)}}
+    assert [entry.component for entry in explain(shapes, model=model).entries] == ["text_encoder"]
 
 
 def test_attention_processors_of_the_first_diffusers_files() -> None:
@@ -317,5 +326,5 @@ def test_any_order_and_any_part(family: str, data: st.DataObject) -> None:
 
     modules = sorted({tuple(entry.keys.values()) for entry in whole.entries})
     kept = data.draw(st.lists(st.sampled_from(modules), min_size=1, unique=True))
-    part = explain({key: shapes[key] for keys in kept for key in keys})
+    part = explain({key: shapes[key] for keys in kept for key in keys}, family=whole.family)
     assert set(map(str, part.entries)) == {str(entry) for entry in whole.entries if tuple(entry.keys.values()) in kept}

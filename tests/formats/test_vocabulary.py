@@ -118,6 +118,7 @@ def test_every_canonical_name_exists(known: tuple[Network, str, Mapping[str, tup
         "mid_block.resnets.#.conv_shortcut",  # every residual block may have one; these keep their width
         "encoder.block.#.layer.#.DenseReluDense.wi",  # ungated T5
         "text_projection",  # CLIPTextModelWithProjection only
+        "encoder_hid_proj",  # Kolors
     }
 
 
