@@ -258,7 +258,7 @@ def test_text_encoders_are_told_by_their_paths(module: str, component: str, path
 
 def test_the_same_text_encoder_in_two_places_needs_the_family() -> None:
     shapes = pair("text_encoders.t5xxl.transformer.encoder.block.0.layer.0.SelfAttention.q")
-    with pytest.raises(DiffLoRAError, match="fits flux and ltx, which place it differently.* Pass family='flux'"):
+    with pytest.raises(DiffLoRAError, match=r"fits flux and ltx, which place it differently.* Pass family='flux'"):
         explain(shapes, family="flux|ltx")
     model = {"text_encoder": {"encoder.block.0.layer.0.SelfAttention.q": (8, 8)}}
     assert [entry.component for entry in explain(shapes, model=model).entries] == ["text_encoder"]
