@@ -17,8 +17,9 @@ T = TypeVar("T")
 Span = tuple[int, int]
 Width = int | tuple[int, ...] | None
 
-# A number, or a capture that stands for one, between separators: `linear_1` has one, `attn1` has none.
-_NUMBER = re.compile(r"(?<![^._])(?:[0-9]+|\{\w+\})(?![^._])")
+# A number, or a capture that stands for one, between separators: `linear_1` has one, `attn1` has none.  Cosmos 1.0
+# numbers its layers `block0`, `block1`.
+_NUMBER = re.compile(r"(?:(?<![^._])|(?<=[._]block))(?:[0-9]+|\{\w+\})(?![^._])")
 
 # Alternatives, as in `to_{q,k,v}`; one of them may be empty.
 _ALTERNATIVES = re.compile(r"\{([\w.]*(?:,[\w.]*)+)\}")
@@ -58,6 +59,7 @@ class Rule:
     `perm` gives, for a module whose row blocks are stored in another order, the source block of each target block:
     `rows` then names the blocks, and there is one section.
     `heads` is the head size of a source whose rows are interleaved: that many rows of each section in turn.
+    `whole` says that rows which do not add up are the module as it is: SD3's last block has another modulation.
     """
 
     source: str
@@ -65,6 +67,7 @@ class Rule:
     rows: tuple[str | int, ...] = ()
     perm: tuple[int, ...] = ()
     heads: int = 0
+    whole: bool = False
 
     def spans(self, rows: int, cols: int) -> tuple[tuple[Span, ...], ...] | None:
         """The row blocks of each section in a delta [rows, cols]; None where the row counts do not add up.
@@ -80,7 +83,7 @@ class Rule:
         rest = rows - sum(row for row in known if isinstance(row, int))
         share, odd = divmod(rest, len(symbols)) if symbols else (1, rest)
         if odd or share < 1 or len(set(symbols)) > 1:
-            return None
+            return ((),) if self.whole and cols else None
         edges = accumulate((row if isinstance(row, int) else share for row in known), initial=0)
         blocks = tuple(pairwise(edges))
         return (tuple(blocks[i] for i in self.perm),) if self.perm else tuple((block,) for block in blocks)
@@ -96,15 +99,28 @@ class Rule:
 def under(source: str, target: str, text: str) -> tuple[Rule, ...]:
     """Rules from lines of text, with these prefixes: `native = canonical`, a rename.
 
-    `native = one + two : D M` is a fused module with the row counts of its parts; `/ 1 0` after them is a permutation.
-    A line that is a name alone keeps it: `name = name`.  Braces with commas repeat a line, the alternatives in order:
-    `{q,k}_norm = norm_{q,k}` is two rules, and `{x,y}.kv = {x,y}.to_{k,v} : D D` two fused modules of two parts each.
+    `native = one + two : D M` is a fused module with the row counts of its parts; `/ 1 0` after them is a permutation,
+    and `or whole` says that other rows are left alone.  A line of names alone keeps them: `name = name`.
+    Braces with commas repeat a line, the alternatives in order: `{q,k}_norm = norm_{q,k}` is two rules, and
+    `{x,y}.kv = {x,y}.to_{k,v} : D D` two fused modules of two parts each.  A line that ends in a colon, as
+    `{a,b}.{i}. = c.{i}.:`, adds to the prefixes of the lines after it.
     """
-    return tuple(rule for line in text.split("\n") if line.strip() for rule in _rules(source, target, line))
+    rules: list[Rule] = []
+    heads = [(source, target)]
+    for line in (line.strip() for line in text.split("\n")):
+        if line.endswith(":"):
+            native, _, canonical = line[:-1].partition(" = ")
+            froms, tos = _alternatives(native), _alternatives(canonical or native)
+            heads = [(source + one, target + tos[n % len(tos)]) for n, one in enumerate(froms)]
+        else:
+            lines = [line] if " = " in line else line.split()
+            rules += [rule for head in heads for one in lines for rule in _rules(*head, one)]
+    return tuple(rules)
 
 
 def _rules(source: str, target: str, line: str) -> Iterator[Rule]:
-    text, _, perm = line.partition(" / ")
+    text, whole, _ = line.partition(" or whole")
+    text, _, perm = text.partition(" / ")
     text, _, rows = text.partition(" : ")
     native, _, canonical = text.partition(" = ")
     sizes = tuple(int(size) if size.isdecimal() else size for size in rows.split())
@@ -112,7 +128,7 @@ def _rules(source: str, target: str, line: str) -> Iterator[Rule]:
     parts = [_alternatives(target + name.strip()) for name in (canonical or native).split(" + ")]
     for n, one in enumerate(sources):
         mine = (name for part in parts for name in part[n * len(part) // len(sources) :][: len(part) // len(sources)])
-        yield Rule(one, tuple(mine), sizes, tuple(map(int, perm.split())))
+        yield Rule(one, tuple(mine), sizes, tuple(map(int, perm.split())), whole=bool(whole))
 
 
 def _alternatives(text: str) -> list[str]:
@@ -126,6 +142,11 @@ def names(prefix: str, text: str) -> tuple[str, ...]:
     return tuple(name for word in text.split() for name in _alternatives(prefix + word))
 
 
+def square(prefix: str, text: str, width: Width) -> dict[str, tuple[Width, Width]]:
+    """The widths of modules that are as tall as wide."""
+    return dict.fromkeys(names(prefix, text), (width, width))
+
+
 def sections(rules: Iterable[Rule]) -> tuple[str, ...]:
     """The canonical names that rules lead to, each once."""
     return tuple(dict.fromkeys(section for rule in rules for section in rule.sections))
@@ -133,10 +154,14 @@ def sections(rules: Iterable[Rule]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Network:
-    """The modules of one network: rules from other names to the canonical ones, and canonical names without a rule."""
+    """The modules of one network: rules from other names to the canonical ones, and canonical names without a rule.
+
+    `own` says that files may use the canonical names, too.
+    """
 
     rules: tuple[Rule, ...] = ()
     names: tuple[str, ...] = ()
+    own: bool = True
 
     def find(self, shape: str, numbers: tuple[str, ...], flat: bool) -> dict[tuple[str, ...], Rule]:
         """Every meaning of an outlined module name, as the canonical paths of its sections and the rule to them."""
@@ -154,7 +179,8 @@ class Network:
         return Table((rule.source.replace(".", "_"), rule) for rule in self._all())
 
     def _all(self) -> Iterator[Rule]:
-        yield from (Rule(name, (name,)) for name in dict.fromkeys((*self.names, *sections(self.rules))))
+        names = dict.fromkeys((*self.names, *sections(self.rules)) if self.own else ())
+        yield from (Rule(name, (name,)) for name in names)
         for rule in self.rules:
             yield rule
             # One trainer numbers the parts of a fused module: `img_attn.qkv.0` is q.
@@ -232,8 +258,8 @@ class Explanation:
     """Every key of a file accounted for: its layout, its family (`"a|b"` while several remain), and its entries.
 
     `vectors` are its textual-inversion vectors, as (word, component, key).  `widens` are the modules among the entries
-    whose input the adapter may widen.  `uneven` says which fused modules have other rows than their parts together: their
-    entries are not cut, and fit no model.
+    whose input the adapter may widen.  `uneven` says which fused modules have other rows than their parts together:
+    their entries are not cut, and fit no model.
     """
 
     layout: str

@@ -91,3 +91,58 @@ def test_alternatives_in_braces() -> None:
     fused = (Rule("x.kv", ("c.x.k", "c.x.v"), ("D", "K")), Rule("y.kv", ("c.y.k", "c.y.v"), ("D", "K")))
     assert under("", "c.", "{x,y}.kv = {x,y}.{k,v} : D K") == fused
     assert under("", "c.", "{x,y}.kv = {x,y}.k + {x,y}.v : D K") == fused
+
+
+def test_lines_that_end_in_a_colon_are_prefixes() -> None:
+    text = """
+        {t,y}_in.0 = {time,text}.linear
+        {a,b}.{i}. = {x,y}.{i}.:
+        q = to_q
+        norm gate
+        {c,d}. = z.:
+        w
+        :
+        last
+    """
+    assert under("n.", "m.", text) == (
+        Rule("n.t_in.0", ("m.time.linear",)),
+        Rule("n.y_in.0", ("m.text.linear",)),
+        *(
+            Rule(f"n.{one}.{{i}}.{name}", (f"m.{two}.{{i}}.{target}",))
+            for name, target in (("q", "to_q"),)
+            for one, two in ("ax", "by")
+        ),
+        *(Rule(f"n.{one}.{{i}}.{name}", (f"m.{two}.{{i}}.{name}",)) for one, two in ("ax", "by") for name in _KEPT),
+        Rule("n.c.w", ("m.z.w",)),
+        Rule("n.d.w", ("m.z.w",)),
+        Rule("n.last", ("m.last",)),
+    )
+
+
+_KEPT = ("norm", "gate")
+
+
+def test_rows_that_do_not_add_up_may_be_the_whole_module() -> None:
+    (rule,) = under("", "", "mod = norm.linear : D D / 1 0 or whole")
+    assert rule == Rule("mod", ("norm.linear",), ("D", "D"), (1, 0), whole=True)
+    assert rule.spans(4, 2) == (((2, 4), (0, 2)),)
+    assert rule.spans(12, 2) == ((),)
+    assert rule.spans(13, 0) is None
+
+
+def test_rows_of_heads_in_turn() -> None:
+    rule = Rule("qkv", ("q", "k"), ("N", "N"), heads=2)
+    assert rule.spans(8, 5) == (((0, 2), (4, 6)), ((2, 4), (6, 8)))
+    assert rule.spans(6, 5) is None
+
+
+def test_layers_that_are_numbered_after_a_word() -> None:
+    assert outline("blocks.block12.attn.0") == ("blocks.block#.attn.#", ("12", "0"))
+    assert outline("blocks_block12_attn") == ("blocks_block#_attn", ("12",))
+    assert outline("myblock1.x") == ("myblock1.x", ())
+
+
+def test_canonical_names_may_be_no_names_in_files() -> None:
+    network = Network((Rule("adapter.a", ("a",)),), own=False)
+    assert list(network.find(*outline("adapter.a"), flat=False)) == [("a",)]
+    assert not network.find(*outline("a"), flat=False)
