@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from difflora import binding, diffusers_api, surface
+from difflora import diffusers_api, surface, targets
 from difflora.formats.errors import DiffLoRAError, some
 from difflora.runtime import Anchor, Engine
 
@@ -34,7 +34,7 @@ def attach(pipe: P) -> P:
 
     if not isinstance(pipe, DiffusionPipeline):
         raise DiffLoRAError(f"{type(pipe).__name__} is no diffusers pipeline; attach takes one. For a model use bind.")
-    models = binding.components(pipe)
+    models = targets.components(pipe)
     _refuse_peft(models)
     engines = {id(e): e for e in map(surface.engine_on, models.values()) if e is not None}
     if len(engines) > 1:
@@ -63,14 +63,14 @@ def detach(pipe: P) -> P:
         if set(engine.pipelines) <= {pipe}:
             engine.clear()
             for model in engine.models.values():
-                binding.unwrapped(model).__dict__.pop(Anchor.KEY, None)
+                targets.unwrapped(model).__dict__.pop(Anchor.KEY, None)
         engine.pipelines.discard(pipe)
         pipe.__class__ = base
     return pipe
 
 
 def _refuse_peft(models: dict[str, nn.Module]) -> None:
-    held = [name for name, model in models.items() if getattr(binding.unwrapped(model), "peft_config", None)]
+    held = [name for name, model in models.items() if getattr(targets.unwrapped(model), "peft_config", None)]
     if held:
         raise DiffLoRAError(
             f"{some(held)} already holds PEFT adapters. Call unload_lora_weights() (or fuse_lora() first to keep them) "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difflora.deltas import LowRank
+from difflora.deltas import Dense, LowRank
 from difflora.formats.errors import DiffLoRAError, some
 from difflora.kernels.reference import Block
 from difflora.types import Adapter, Mix, Section, Stack, Strength
@@ -17,7 +17,7 @@ from difflora.types import Adapter, Mix, Section, Stack, Strength
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from difflora.deltas import Delta
+    from difflora.kinds import Delta
 
 
 def number(value: Any, what: str) -> float:
@@ -122,39 +122,48 @@ def check_patterns(given: Strength, name: str, paths: Mapping[str, Collection[st
 
 
 def stack(parts: Iterable[tuple[Section, float]], device: torch.device) -> Stack:
-    """Everything that acts on one module, as one Stack on `device`; `parts` are (section, weight).
+    """Low-rank deltas that act on one module, as one Stack on `device`; `parts` are (section, weight).
 
     a: [R, in * kernel] fp32 holds each distinct `down` once; each part's scale is weight * alpha / rank.
     """
     blocks: list[Tensor] = []
-    first: dict[tuple[int, int], int] = {}
+    first: dict[tuple[int, ...], int] = {}
     built: list[Block] = []
     height = 0
     for section, weight in parts:
         delta = section.delta
-        a, b = delta.low_rank()
-        key = (id(delta.down), id(delta.mid))
+        pair = delta.low_rank()
+        assert pair is not None, "what is stacked has a low-rank form"
+        a, b = pair
+        key = (id(delta.down), id(delta.mid)) if isinstance(delta, LowRank) else (id(delta),)
         if key not in first:
             first[key] = height
             blocks.append(a.to(device))
-            height += delta.rank
+            height += a.shape[0]
         start, scale = first[key], weight * delta.scale
         if abs(scale) > torch.finfo(torch.float32).max:
             raise DiffLoRAError(
                 f"the weight of {section.path} times alpha / rank is {scale:g}, no finite number in fp32."
             )
-        built.append(Block(section.start, section.stop, start, start + delta.rank, b.to(device), scale))
+        built.append(Block(section.start, section.stop, start, start + a.shape[0], b.to(device), scale))
     return Stack(torch.cat(blocks) if len(blocks) > 1 else blocks[0], tuple(built))
 
 
 def compose(weighted: Sequence[tuple[Adapter, float]]) -> Adapter:
     """The exact weighted sum of adapters as one adapter: ranks are concatenated, scales folded into `up` in fp32.
 
-    Every module satisfies dense(sum) = sum of weight * dense(adapter).  The sum has no alpha (scale 1).
-    Raises DiffLoRAError for an empty list, weights that are not finite, or modules of different shapes.
+    Every module satisfies dense(sum) = sum of weight * dense(adapter).  The sum has no alpha (scale 1).  Changes that
+    are not low rank are summed as what they are, whole matrices.  One adapter at weight 1 is itself.
+    Raises DiffLoRAError for an empty list, weights that are not finite, modules of different shapes, and kinds that are
+    functions of the base weight (DoRA, OFT, IA3, ...), whose sum is not one without it.
     """
     if not weighted:
         raise DiffLoRAError("nothing to compose; expected at least one (adapter, weight).")
+    for adapter, _ in weighted:
+        if adapter.uneven:
+            raise DiffLoRAError(f"{adapter.source}: {adapter.uneven[0]}. The file is damaged.")
+    if len(weighted) == 1 and number(weighted[0][1], repr(weighted[0][0].name)) == 1.0:
+        return weighted[0][0]
     gathered: dict[str, dict[str, list[tuple[Delta, float]]]] = {}
     for adapter, weight in weighted:
         factor = number(weight, repr(adapter.name))
@@ -178,8 +187,19 @@ def _sum(path: str, terms: Sequence[tuple[Delta, float]]) -> Delta:
         raise DiffLoRAError(
             f"{path} has different shapes in these adapters ({listed}); they belong to different models."
         )
-    pairs = [(delta, weight, *delta.low_rank()) for delta, weight in terms]
+    based = sorted({delta.kind for delta, _ in terms if delta.needs_base})
+    if based:
+        raise DiffLoRAError(
+            f"{path} has {some(based)}, a function of the base weight: a sum of it is no adapter. Expected additive "
+            "kinds, or one adapter at weight 1; mix the others on a pipeline, or bake them into a checkpoint."
+        )
+    pairs = [(delta.low_rank(), delta, weight) for delta, weight in terms]
     shape = terms[0][0].shape
-    down = torch.cat([a for _, _, a, _ in pairs]).reshape(-1, *shape[1:])
-    up = torch.cat([b * (weight * delta.scale) for delta, weight, _, b in pairs], dim=1)
+    if any(pair is None for pair, _, _ in pairs):
+        total = torch.zeros(shape, dtype=torch.float32)
+        for delta, weight in terms:
+            total = total + weight * delta.dense().reshape(shape)
+        return Dense(diff=total)
+    down = torch.cat([pair[0] for pair, _, _ in pairs if pair]).reshape(-1, *shape[1:])
+    up = torch.cat([pair[1] * (weight * delta.scale) for pair, delta, weight in pairs if pair], dim=1)
     return LowRank(down=down, up=up.reshape(*up.shape, *(1,) * (len(shape) - 2)))

@@ -1,21 +1,54 @@
-"""The algebra of adapter kinds: what each kind of delta does to a weight.
+"""The additive kinds of adapter: what each adds to a weight.
 
-`dense()` defines a kind; everything else in the library is tested against it.  Kinds form a closed union of frozen
-dataclasses, `Delta`; nothing here knows a file layout or a model.
+`dense()` defines a kind; everything else in the library is tested against it.  Nothing here knows a file layout or a
+model.  Kinds that are functions of the base weight are in `functions` and `rotations`, the union of all in `kinds`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
+
+T = TypeVar("T", bound=Any)
+Blocks = Sequence[tuple[int, int]]
+
+
+def mapped(delta: T, change: Callable[[Tensor], Tensor]) -> T:
+    """The same delta with `change` applied to every tensor that it holds, those of a delta inside it too."""
+    held = {field.name: getattr(delta, field.name) for field in fields(delta)}
+    changed: dict[str, Any] = {n: change(value) for n, value in held.items() if isinstance(value, torch.Tensor)}
+    changed |= {n: mapped(value, change) for n, value in held.items() if is_dataclass(value)}
+    return replace(delta, **changed)
+
+
+def tensors(delta: Any) -> tuple[Tensor, ...]:
+    """Every tensor that a delta holds, those of a delta inside it too."""
+    held = [getattr(delta, field.name) for field in fields(delta)]
+    inner = [tensor for value in held if is_dataclass(value) for tensor in tensors(value)]
+    return (*(value for value in held if isinstance(value, torch.Tensor)), *inner)
+
+
+def number(alpha: Tensor | float | None) -> float:
+    """`alpha` as a float; 1-element tensors of any dtype are read here, when first needed."""
+    return float(alpha.item()) if isinstance(alpha, torch.Tensor) else float(alpha or 0.0)
+
+
+def hidden(value: Tensor | float | None) -> bool:
+    """Whether this is a tensor without values (on the meta device)."""
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def chosen(tensor: Tensor, blocks: Blocks, axis: int = 0) -> Tensor:
+    """Those blocks [start, stop) of an axis, in that order; a view where there is one."""
+    parts = [tensor.narrow(axis, start, stop - start) for start, stop in blocks]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -34,6 +67,9 @@ class LowRank:
     alpha: Tensor | float | None = None
     rslora: bool = False
     blocks: tuple[tuple[int, int], ...] = ()
+
+    needs_base = False
+    joined = False
 
     @property
     def kind(self) -> str:
@@ -57,20 +93,9 @@ class LowRank:
         """alpha / r (Hu et al. 2021), alpha / sqrt(r) for rslora (Kalajdzievski 2023); 1 without an alpha."""
         if self.alpha is None:
             return 1.0
-        return self.alpha_value / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return number(self.alpha) / (math.sqrt(self.rank) if self.rslora else self.rank)
 
-    @property
-    def alpha_value(self) -> float:
-        """`alpha` as a float; 1-element tensors of any dtype are read here, when first needed."""
-        return float(self.alpha.item()) if isinstance(self.alpha, torch.Tensor) else float(self.alpha or 0.0)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Every tensor of the file that this delta holds."""
-        held = (self.down, self.up, self.mid, self.alpha)
-        return tuple(t for t in held if isinstance(t, torch.Tensor))
-
-    def rows(self, blocks: Sequence[tuple[int, int]]) -> LowRank:
+    def rows(self, blocks: Blocks) -> LowRank:
         """The delta of those row blocks [start, stop) alone, in that order; every tensor is shared."""
         assert not self.blocks, "a delta is cut once, from the file's own rows"
         return replace(self, blocks=tuple(blocks))
@@ -92,4 +117,105 @@ class LowRank:
         return (b @ a * self.scale).reshape(self.shape)
 
 
-Delta = LowRank
+@dataclass(frozen=True, eq=False, slots=True)
+class Dense:
+    """A difference of a whole parameter (weight, bias, norm, table), added as it is.
+
+    Only a bias that was trained beside factors is scaled: by the alpha / r of these (`rank` is not 0 then).
+    """
+
+    diff: Tensor
+    alpha: Tensor | float | None = None
+    rank: int = 0
+    rslora: bool = False
+
+    needs_base = False
+    joined = False
+
+    @property
+    def kind(self) -> str:
+        """`diff`, or `lora_bias` beside factors."""
+        return "lora_bias" if self.rank else "diff"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the parameter."""
+        return tuple(int(n) for n in self.diff.shape)
+
+    @property
+    def scale(self) -> float:
+        """1, but alpha / r beside factors."""
+        if self.alpha is None or not self.rank:
+            return 1.0
+        return number(self.alpha) / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def rows(self, blocks: Blocks) -> Dense:
+        """The difference of those rows alone."""
+        return replace(self, diff=chosen(self.diff, blocks))
+
+    def low_rank(self) -> None:
+        """None: it has no factors."""
+        return None
+
+    def dense(self, base: Tensor | None = None) -> Tensor:
+        """The change at strength 1, fp32; needs no base."""
+        return self.diff.float() * self.scale
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Cut:
+    """Row blocks [start, stop) of a delta that cannot be cut itself, as parts of a fused module.
+
+    `dense` evaluates the whole.  For a function of the base weight it takes the base of all the rows (`joined`).
+    """
+
+    whole: Any
+    blocks: tuple[tuple[int, int], ...]
+
+    @property
+    def kind(self) -> str:
+        """That of the whole."""
+        return str(self.whole.kind)
+
+    @property
+    def rank(self) -> int:
+        """That of the whole."""
+        return int(self.whole.rank)
+
+    @property
+    def scale(self) -> float:
+        """That of the whole."""
+        return float(self.whole.scale)
+
+    @property
+    def alpha(self) -> Any:
+        """That of the whole."""
+        return self.whole.alpha
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole's, with the rows of the blocks."""
+        return (sum(stop - start for start, stop in self.blocks), *self.whole.shape[1:])
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the whole is a function of the base weight."""
+        return bool(self.whole.needs_base)
+
+    @property
+    def joined(self) -> bool:
+        """Whether `dense` takes the base of all the whole's rows."""
+        return self.needs_base
+
+    def low_rank(self) -> tuple[Tensor, Tensor] | None:
+        """The rows of the whole's, None if it has none."""
+        pair = self.whole.low_rank()
+        return None if pair is None else (pair[0], chosen(pair[1], self.blocks))
+
+    def dense(self, base: Tensor | None = None) -> Tensor:
+        """The change of these rows at strength 1, fp32; `base` is that of all the whole's rows."""
+        return chosen(self.whole.dense(base), self.blocks)
+
+    def rows(self, blocks: Blocks) -> Cut:
+        """Not possible: a delta is cut once, from the file's own rows."""
+        raise AssertionError("a delta is cut once")

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from difflora import binding, blocks
+from difflora import blocks, targets
 from difflora.composing import number, scaled, strength
 from difflora.formats.errors import DiffLoRAError, some
 from difflora.loading import Source
@@ -80,7 +80,7 @@ def _weight(weight: Any, models: Mapping[str, nn.Module]) -> Any:
     unet = models.get("unet")
     if unet is None or not isinstance(weight.get("unet"), Mapping):
         return {component: 1.0 if inner is None else inner for component, inner in weight.items()}
-    return {**weight, "unet": blocks.patterns(weight["unet"], binding.modules(unet))}
+    return {**weight, "unet": blocks.patterns(weight["unet"], targets.modules(unet))}
 
 
 def get_active_adapters(self: Any) -> list[str]:

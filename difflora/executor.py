@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from difflora import binding, linear, merge, weights
+from difflora import linear, merge, targets, weights, widening
 from difflora.composing import stack
 from difflora.factors import home
 from difflora.formats.errors import DiffLoRAError
-from difflora.types import Mode, Section
+from difflora.targets import Target
+from difflora.types import Joint, Mode, Section
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -24,16 +25,16 @@ Plan = dict[Place, merge.Applied]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class View:
-    """One component as it is now: path -> module, its weights' host copies under group offloading, and its ties."""
+    """One component as it is now: what can be acted on, host copies under group offloading, and tied weights."""
 
-    modules: dict[str, nn.Module]
+    targets: dict[str, Target]
     copies: dict[Tensor, Tensor | None]
     tied: dict[str, tuple[str, ...]]
 
 
 @dataclass(eq=False, slots=True)
 class Executor:
-    """`sites` are merged weights, `beside` patched forwards, both by (component, module path).
+    """`sites` are merged parameters by (component, path), `beside` patched forwards by (component, module path).
 
     `views` holds what was seen of each component since `look`: hooks, moves and wrappers may change it between calls.
     """
@@ -50,30 +51,31 @@ class Executor:
             if not self._here(place):
                 del self.sites[place]
                 continue
-            targets = self.masters(place)
-            if targets is None or merge.witness(targets[0]) != site.witness:
-                self._follow(place, site, targets)
+            held = self.masters(place)
+            if held is None or merge.witness(held[0]) != site.witness:
+                self._follow(place, site, held)
 
-    def module(self, place: Place) -> nn.Module:
-        """The module at this place; DiffLoRAError if the model has lost it."""
+    def target(self, place: Place) -> Target:
+        """The parameter at this place; DiffLoRAError if the model has lost it."""
         if not self._here(place):
             raise DiffLoRAError(
                 f"{'.'.join(place)} is no longer in the model; unload the adapters that change it, and load them again."
             )
-        return self._view(place[0]).modules[place[1]]
+        return self._view(place[0]).targets[place[1]]
 
     def masters(self, place: Place) -> tuple[Tensor, ...] | None:
-        """The tensors to write for this weight, None if it cannot be written exactly."""
-        return weights.masters(self.module(place), self._view(place[0]).copies)
+        """The tensors to write for this parameter, None if it cannot be written exactly."""
+        target = self.target(place)
+        return weights.masters(target.module, self._view(place[0]).copies, target.name)
 
     def _here(self, place: Place) -> bool:
-        return place[1] in self._view(place[0]).modules
+        return place[1] in self._view(place[0]).targets
 
     def _view(self, component: str) -> View:
         if component not in self.views:
             model = self.models[component]
-            here = binding.modules(model)
-            self.views[component] = View(here, weights.host_copies(model), weights.tied(here))
+            copies, tied = weights.host_copies(model), weights.tied(targets.modules(model))
+            self.views[component] = View(targets.targets(model), copies, tied)
         return self.views[component]
 
     @torch.inference_mode(False)
@@ -93,7 +95,7 @@ class Executor:
     def _refuse_fused(self, places: Iterable[Place]) -> None:
         """DiffLoRAError if the model computes with a copy of one of these weights, made while it was changed."""
         for place in places:
-            over = binding.fused_over(place[1], self._view(place[0]).modules)
+            over = targets.fused_over(place[1], self._view(place[0]).targets)
             if over is not None:
                 raise DiffLoRAError(
                     f"{'.'.join(place)} was fused into {over} while adapters that change it are loaded. Call "
@@ -106,43 +108,85 @@ class Executor:
         beside: Plan = {}
         for place, parts in asked.items():
             fixed = self.masters(place) is None
-            inside = tuple((s, w) for s, w, mode in parts if not fixed and mode != "kernel")
-            outside = tuple((s, w) for s, w, mode in parts if fixed or mode == "kernel")
+            outside = tuple((s, w) for s, w, mode in parts if fixed or (mode == "kernel" and linear.runs(s)))
+            inside = tuple((s, w) for s, w, _ in parts if (s, w) not in outside)
             merging.update({place: inside} if inside else {})
-            for path in self._view(place[0]).tied[place[1]] if outside else ():
+            module = place[1].removesuffix(".bias")
+            for path in self._view(place[0]).tied.get(module, (module,)) if outside else ():
                 # A weight is shared by the modules that are tied; a forward is not.
                 beside[place[0], path] = beside.get((place[0], path), ()) + outside
         return merging, beside
 
     def _merge(self, wanted: Plan) -> None:
         for place in [p for p in self.sites if p not in wanted]:
-            merge.write(self._writable(place), self.sites[place].base)
-            del self.sites[place]
+            self._restore(place)
         for place, applied in wanted.items():
             site = self.sites.get(place)
             if site is not None and _equal(site.applied, applied):
                 continue
-            targets = self._writable(place)
-            base = site.base if site is not None else merge.keep(targets[0])
-            value = merge.checked(base.to(targets[0].device), applied, ".".join(place))
-            # Entered before it is written: a write that is interrupted is undone from here.
-            self.sites[place] = merge.Site(base, (), merge.sample(value), ())
-            merge.write(targets, value)
-            self.sites[place] = merge.Site(base, applied, merge.sample(value), merge.witness(targets[0]))
+            wide = max(section.wide for section, _ in applied)
+            if wide or (site is not None and site.widened):
+                self._restore(place)
+                self._widen(place, applied, wide)
+                continue
+            self._write(place, applied, site)
+
+    def _write(self, place: Place, applied: merge.Applied, site: merge.Site | None) -> None:
+        held = self._writable(place)
+        base = site.base if site is not None else merge.keep(held[0])
+        value = merge.checked(base.to(held[0].device), applied, ".".join(place), self._whole)
+        # Entered before it is written: a write that is interrupted is undone from here.
+        self.sites[place] = merge.Site(base, (), merge.sample(value), ())
+        merge.write(held, value)
+        self.sites[place] = merge.Site(base, applied, merge.sample(value), merge.witness(held[0]))
+
+    def _widen(self, place: Place, applied: merge.Applied, wide: int) -> None:
+        if not wide:
+            self._write(place, applied, None)
+            return
+        (base, *copies) = self._writable(place)
+        if copies:
+            raise DiffLoRAError(f"the adapter widens {'.'.join(place)}, which is offloaded. Load it before offloading.")
+        value = merge.checked(widening.padded(base, wide), applied, ".".join(place), self._whole)
+        widened = widening.widen(self.models[place[0]], self.target(place).module, value)
+        held = self._writable(place)
+        self.sites[place] = merge.Site(base, applied, merge.sample(value), merge.witness(held[0]), widened)
+
+    def _restore(self, place: Place) -> None:
+        """Give a parameter its base back, bit for bit; nothing if it has it."""
+        site = self.sites.get(place)
+        if site is None:
+            return
+        if site.widened is not None:
+            widening.narrow(site.widened)
+        else:
+            merge.write(self._writable(place), site.base)
+        del self.sites[place]
+
+    def _whole(self, joint: Joint) -> Tensor:
+        """The pristine rows of a module that the file has fused and the model has not: fp32."""
+        parts: list[tuple[int, Tensor]] = []
+        for place, start, stop, blocks in joint.parts:
+            site = self.sites.get(place)
+            base = (site.base if site is not None else self._writable(place)[0])[start:stop].float()
+            pieces = base.split([last - first for first, last in blocks])
+            parts += [(first, piece) for (first, _), piece in zip(blocks, pieces, strict=True)]
+        ordered = [piece for _, piece in sorted(parts, key=lambda part: part[0])]
+        return torch.cat([piece.to(ordered[0].device) for piece in ordered])
 
     def _writable(self, place: Place) -> tuple[Tensor, ...]:
-        targets = self.masters(place)
-        if targets is None:
+        held = self.masters(place)
+        if held is None:
             raise DiffLoRAError(f"the weight of {'.'.join(place)} cannot be written any more.")
-        return targets
+        return held
 
     def _patch(self, wanted: Plan) -> None:
         for place in [p for p in self.beside if p not in wanted]:
             if self._here(place):
-                linear.unpatch(self.module(place))
+                linear.unpatch(self.target(place).module)
             del self.beside[place]
         for place, applied in wanted.items():
-            module = self.module(place)
+            module = self.target(place).module
             if weights.shards(module) > 1:
                 raise DiffLoRAError(
                     f"{'.'.join(place)} is sharded over {weights.shards(module)} processes, which is not supported "
@@ -150,31 +194,45 @@ class Executor:
                 )
             held = linear.patched(module) and linear.current(module)
             if not held or not _equal(self.beside.get(place, ()), applied):
-                parts = linear.terms(stack(applied, home(module)), module)
-                linear.patch(module, parts, (binding.weight_shape(module) or (0,))[0])
+                low = [(part, weight) for part, weight in applied if part.name != "bias"]
+                parts = linear.terms(stack(low, home(module)), module) if low else []
+                parts += linear.bias_terms([(part, weight) for part, weight in applied if part.name == "bias"])
+                linear.patch(module, parts, (targets.weight_shape(module) or (0,))[0])
                 self.beside[place] = applied
 
-    def _follow(self, place: Place, site: merge.Site, targets: tuple[Tensor, ...] | None) -> None:
+    def _follow(self, place: Place, site: merge.Site, held: tuple[Tensor, ...] | None) -> None:
         """Recognise what became of a merged weight, and keep its base true."""
-        now = targets[0] if targets is not None else self._unwritable(place)
+        now = held[0] if held is not None else self._unwritable(place)
         path = merge.casts(site.sample, merge.sample(now))
-        if path == () and targets is not None:
+        if path == () and held is not None:
             site.witness = merge.witness(now)
             return
-        if path is not None:
+        if site.widened is not None:
+            self._follow_widened(place, site, path, now)
+        elif path is not None:
             # Cast, or made unwritable, with the adapters inside: the base as it would be now, to start again from.
-            merge.write(targets or (now,), merge.cast(site.base.to(now.device), path))
-        elif targets is None:
+            merge.write(held or (now,), merge.cast(site.base.to(now.device), path))
+        elif held is None:
             raise self._lost(place)
         # Otherwise somebody assigned other weights: they are the new base.
         del self.sites[place]
 
+    def _follow_widened(
+        self, place: Place, site: merge.Site, path: tuple[torch.dtype, ...] | None, now: Tensor
+    ) -> None:
+        """A widened weight was cast or moved: its own parameter, which waits outside the module, goes the same way."""
+        if site.widened is None or path is None:
+            raise self._lost(place)
+        original = site.widened.original
+        original.data = merge.cast(original.data.to(now.device), path)
+        widening.narrow(site.widened)
+
     def _unwritable(self, place: Place) -> Tensor:
         """What holds the weight that can no longer be written exactly: fp8, or the local part of a whole DTensor."""
-        module = self.module(place)
-        weight = module._parameters.get("weight")
-        local = weight.to_local() if weight is not None and hasattr(weight, "to_local") else weight
-        lost = weights.on_disk(module, self._view(place[0]).copies) or weights.shards(module) > 1
+        target = self.target(place)
+        local: Tensor | None = target.held.to_local() if hasattr(target.held, "to_local") else target.held
+        gone = weights.on_disk(target.module, self._view(place[0]).copies, target.name)
+        lost = gone or weights.shards(target.module, target.name) > 1
         if local is None or lost or type(local.data) is not torch.Tensor:
             raise self._lost(place)
         return local

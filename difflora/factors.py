@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from difflora import deltas
+from difflora.deltas import mapped
 from difflora.formats.errors import DiffLoRAError
-from difflora.types import BoundAdapter, Section
+from difflora.types import BoundAdapter, Section, Vectors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,18 +44,21 @@ def own(
         return copies[key]
 
     def section(part: Section, component: str, real: str) -> Section:
-        delta, path = part.delta, f"{component}.{part.path}"
+        path = f"{component}.{part.path}"
         place = device or home(modules[component][real])
-        down, up = copied(delta.down, path, place), copied(delta.up, path, place)
-        mid = None if delta.mid is None else copied(delta.mid, path, place)
-        alpha = copied(delta.alpha, path, _HOST) if isinstance(delta.alpha, torch.Tensor) else delta.alpha
-        return replace(part, delta=replace(delta, down=down, up=up, mid=mid, alpha=alpha))
+        # Single numbers (alpha, flags) are read by the host.
+        return replace(part, delta=mapped(part.delta, lambda t: copied(t, path, place if t.numel() > 1 else _HOST)))
 
     sections = {
         component: {real: tuple(section(p, component, real) for p in parts) for real, parts in sites.items()}
         for component, sites in bound.sections.items()
     }
     return replace(bound, sections=sections)
+
+
+def own_vectors(vectors: Vectors, source: str) -> Vectors:
+    """The engine's own copy of textual-inversion vectors, in host memory; DiffLoRAError as for factors."""
+    return replace(vectors, tensor=_checked(vectors.tensor, _HOST, f"{source}: the vectors of {vectors.token!r}"))
 
 
 def _checked(tensor: Tensor, place: torch.device, what: str) -> Tensor:
@@ -78,6 +83,6 @@ def tensors(bound: BoundAdapter) -> tuple[Tensor, ...]:
         for sites in bound.sections.values()
         for parts in sites.values()
         for part in parts
-        for tensor in part.delta.tensors
+        for tensor in deltas.tensors(part.delta)
     )
     return tuple({id(tensor): tensor for tensor in held}.values())

@@ -7,7 +7,7 @@ or replaced: paths, `state_dict()` keys, types and isinstance checks stay.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, NoReturn
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from difflora.binding import CONV
+from difflora.deltas import LowRank
 from difflora.formats.errors import DiffLoRAError
 from difflora.kernels import reference
 from difflora.slots import innermost, is_own, swap
-from difflora.types import Stack
+from difflora.targets import CONV
+from difflora.types import Section, Stack
 
 _STATE = "_difflora"
 # The dtypes that a module computes in: its weight may be stored in another.
@@ -30,9 +31,9 @@ _POINTWISE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 @dataclass(eq=False, slots=True)
 class Term:
-    """Rows [start, stop) of the output get ((x a^T) * scale) b^T."""
+    """Rows [start, stop) of the output get ((x a^T) * scale) b^T, or b * scale where there is no a (a bias)."""
 
-    a: Tensor
+    a: Tensor | None
     b: Tensor
     scale: Tensor
     start: int
@@ -40,8 +41,8 @@ class Term:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Term:
         """The same term there, `scale` still in fp32."""
-        a, b = self.a.to(device, dtype), self.b.to(device, dtype)
-        return Term(a, b, self.scale.to(device), self.start, self.stop)
+        a = None if self.a is None else self.a.to(device, dtype)
+        return Term(a, self.b.to(device, dtype), self.scale.to(device), self.start, self.stop)
 
 
 @dataclass(eq=False, slots=True)
@@ -87,6 +88,14 @@ def terms(joined: Stack, module: nn.Module) -> list[Term]:
     ]
 
 
+def bias_terms(parts: Iterable[tuple[Section, float]]) -> list[Term]:
+    """The terms of what is added to the module's bias, where it has none or none that can be written."""
+    return [
+        Term(None, part.delta.dense(), torch.tensor(weight, dtype=torch.float32), part.start, part.stop)
+        for part, weight in parts
+    ]
+
+
 def forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The module's own output plus its terms.  One function for every module: its state is in the module."""
     state: State = self._difflora  # type: ignore[assignment]
@@ -110,7 +119,7 @@ def _sharded(module: nn.Module, state: State, input: Any, output: Any) -> Tensor
 def _placed(state: State, index: int, input: Tensor, output: Tensor) -> Term:
     """The term on the input's device, in the dtype of the output."""
     term = state.placed[index]
-    if term.a.device == input.device and term.a.dtype == output.dtype:
+    if term.b.device == input.device and term.b.dtype == output.dtype:
         return term
     # From the terms as they were made: a chain of casts would round every time.
     term = state.terms[index].to(input.device, output.dtype)
@@ -121,24 +130,34 @@ def _placed(state: State, index: int, input: Tensor, output: Tensor) -> Term:
 
 def _part(term: Term, module: nn.Module, input: Tensor, rows: int) -> Tensor:
     """What the term adds to the output, zero outside its rows."""
+    around = (term.start, rows - term.stop)
+    if term.a is None:
+        vector = F.pad(term.b * term.scale.to(term.b.dtype), around)
+        return vector[(..., *(None,) * len(module.kernel_size))] if isinstance(module, CONV) else vector
     if isinstance(module, nn.Embedding):
         return F.embedding(input, term.b) * term.scale @ term.a
-    around = (term.start, rows - term.stop)
     if isinstance(module, CONV):
-        return _convolved(term, module, input.to(term.a.dtype), around)
+        return _convolved(term, term.a, module, input.to(term.a.dtype), around)
     part = reference.low_rank(input, term.a, term.b, term.scale)
     return F.pad(part, around) if any(around) else part
 
 
-def _convolved(term: Term, module: Any, input: Tensor, around: tuple[int, int]) -> Tensor:
+def _convolved(term: Term, a: Tensor, module: Any, input: Tensor, around: tuple[int, int]) -> Tensor:
     if module.groups > 1:
         # Each group reads its own channels, so the product is formed before it is applied.
-        weight = (F.pad(term.b, (0, 0, *around)) @ term.a.flatten(1)).view(-1, *term.a.shape[1:])
+        weight = (F.pad(term.b, (0, 0, *around)) @ a.flatten(1)).view(-1, *a.shape[1:])
         return module._conv_forward(input, weight, None) * term.scale  # type: ignore[no-any-return]
-    spatial = term.a.ndim - 2
-    inner = module._conv_forward(input, term.a, None) * term.scale
+    spatial = a.ndim - 2
+    inner = module._conv_forward(input, a, None) * term.scale
     part: Tensor = _POINTWISE[spatial](inner, term.b[(..., *(None,) * spatial)])
     return F.pad(part, (*(0, 0) * spatial, *around)) if any(around) else part
+
+
+def runs(section: Section) -> bool:
+    """Whether kernel mode has a form for the section; what has none acts in the weights alone."""
+    if section.name == "bias":
+        return not section.delta.needs_base
+    return isinstance(section.delta, LowRank) or section.delta.low_rank() is not None
 
 
 def patched(module: nn.Module) -> bool:

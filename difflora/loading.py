@@ -7,29 +7,31 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from difflora import peft_config
-from difflora.deltas import LowRank
 from difflora.formats.errors import DiffLoRAError, some
 from difflora.formats.match import explain
 from difflora.formats.rules import Entry
+from difflora.kinds import build
 from difflora.sources import Hub, Place, locate
-from difflora.types import Adapter
+from difflora.types import Adapter, Vectors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from difflora.deltas import Delta
+    from difflora.kinds import Delta
     from difflora.peft_config import Scaling
 
 Source = str | Path | Mapping[str, "Tensor"]
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 _unnamed = itertools.count()
+# The kinds that a PEFT config scales.
+_SCALED = frozenset(("lora", "lora_embedding", "lora_bias", "loha", "lokr"))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -142,37 +144,57 @@ def normalise(
         if raw.config is not None
         else peft_config.from_metadata(raw.metadata, raw.source)
     )
+    _refuse_contradiction(scales, found.entries, raw.source)
     components: dict[str, dict[str, Delta]] = {}
-    whole: dict[str, LowRank] = {}
+    whole: dict[tuple[str, ...], Delta] = {}
     for entry in found.entries:
-        anchor = entry.keys["down"]
-        if anchor not in whole:
-            whole[anchor] = _low_rank(entry, raw, scales)
-        delta = whole[anchor].rows(entry.rows) if entry.rows else whole[anchor]
+        keys = tuple(entry.keys.values())
+        if keys not in whole:
+            whole[keys] = _delta(entry, raw, scales)
+        delta = whole[keys].rows(entry.rows) if entry.rows else whole[keys]
         components.setdefault(entry.component, {})[entry.path] = delta
+    widens = frozenset(found.widens)
     if component:
         components = _sent_to(components, component, raw.source)
+        widens = frozenset((component, path) for _, path in widens)
     aliases = tuple(a for a in (raw.metadata.get("ss_output_name"),) if a and a != raw.name)
+    vectors = tuple(Vectors(token, where, raw.tensors[key]) for token, where, key in found.vectors)
     return Adapter(
-        raw.source, raw.name, found.layout, found.family, components, dict(raw.metadata), aliases, found.notes, raw.path
-    )
+        raw.source, raw.name, found.layout, found.family, components, dict(raw.metadata), aliases, found.notes,
+        raw.path, vectors, widens, found.uneven,
+    )  # fmt: skip
 
 
-def _low_rank(entry: Entry, raw: Raw, scales: Mapping[str, Scaling]) -> LowRank:
+def _delta(entry: Entry, raw: Raw, scales: Mapping[str, Scaling]) -> Delta:
+    """The delta of an entry, over all the rows that the file has for it."""
     held = {role: raw.tensors[key] for role, key in entry.keys.items()}
-    down, up = held["down"], held["up"]
-    if entry.kind == "lora_embedding":
-        # PEFT's table delta is (B A)^T for a weight [tokens, width]: the factors swap places.
-        delta = LowRank(down=up.transpose(0, 1), up=down.transpose(0, 1), alpha=held.get("alpha"))
-    else:
-        delta = LowRank(down=down, up=up, mid=held.get("mid"), alpha=held.get("alpha"))
+    delta = build(entry.kind, held)
     scaling = scales.get(entry.component) or scales.get("")
-    if scaling is None:
+    if scaling is None or "alpha" in held or entry.kind not in _SCALED:
         return delta
-    if delta.alpha is None:
-        stem = entry.keys["down"].rsplit(".lora_", 1)[0]
-        delta = replace(delta, alpha=scaling.alpha_of((entry.path, stem), delta.rank, raw.source))
-    return replace(delta, rslora=scaling.rslora) if delta.alpha is not None else delta
+    first = next(iter(entry.keys.values()))
+    stem = next((first.rsplit(mark, 1)[0] for mark in (".lora_", ".hada_", ".lokr_") if mark in first), first)
+    alpha = scaling.alpha_of((entry.path.removesuffix(".bias"), stem), delta.rank, raw.source)
+    return delta if alpha is None else build(entry.kind, held, alpha=alpha, rslora=scaling.rslora, rank=scaling.rank)
+
+
+def _refuse_contradiction(scales: Mapping[str, Scaling], entries: Sequence[Entry], source: str) -> None:
+    """DiffLoRAError for a config that speaks of tensors which the file does not hold."""
+    biased = {(entry.component, entry.path) for entry in entries if entry.kind == "lora_bias"}
+    for entry in entries:
+        scaling = scales.get(entry.component) or scales.get("")
+        if scaling is None or not entry.kind.startswith("lora") or entry.kind == "lora_bias":
+            continue
+        if scaling.dora and not {"magnitude", "dora_scale"} & entry.keys.keys():
+            what = "use_dora, and there is no lora_magnitude_vector"
+        elif scaling.bias and (entry.component, f"{entry.path}.bias") not in biased:
+            what = "lora_bias, and there is no lora_B.bias"
+        else:
+            continue
+        raise DiffLoRAError(
+            f"{source}: the config sets {what} for {entry.path}. The config belongs to another file, or the file is "
+            "incomplete."
+        )
 
 
 def _denoisers(components: Mapping[str, object]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,13 +10,16 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from difflora.composing import stack
+from difflora.deltas import LowRank
 from difflora.formats.errors import DiffLoRAError
 from difflora.kernels import reference
+from difflora.widening import Widened
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from difflora.types import Section
+    from difflora.kinds import Delta
+    from difflora.types import Joint, Section
 
 Applied = tuple[tuple["Section", float], ...]
 # A sample of a weight's elements tells a moved weight from a replaced one without reading all of it.
@@ -33,17 +36,49 @@ class Site:
     applied: Applied
     sample: Tensor
     witness: tuple[object, ...]
+    widened: Widened | None = None
 
 
-def merged(base: Tensor, applied: Applied) -> Tensor:
-    """W + sum(s B A), rounded once to the dtype of `base`; deterministic for one device."""
-    joined = stack(applied, base.device)
-    return reference.merge(base, joined.a, joined.parts)
+def merged(base: Tensor, applied: Applied, joint: Callable[[Joint], Tensor] | None = None) -> Tensor:
+    """W + sum(s D), rounded once to the dtype of `base`; deterministic for one device.
+
+    Each D is that of the pristine base, so the order of the adapters changes nothing.  `joint` gives the base of a
+    whole fused module to the deltas that are functions of it.
+    """
+    low = [(section, weight) for section, weight in applied if _plain(section.delta, base)]
+    others = [(section, weight) for section, weight in applied if not _plain(section.delta, base)]
+    more = torch.zeros(base.shape, dtype=torch.float32, device=base.device) if others else None
+    for section, weight in others:
+        assert more is not None
+        here = more[section.start : section.stop]
+        if _narrow(section.delta, base):
+            here = here[:, : section.delta.shape[1]]
+        here += weight * _dense(base, section, joint).reshape(here.shape)
+    joined = stack(low, base.device) if low else None
+    return reference.merge(base, joined.a if joined else None, joined.parts if joined else (), more)
 
 
-def checked(base: Tensor, applied: Applied, name: str) -> Tensor:
+def _dense(base: Tensor, section: Section, joint: Callable[[Joint], Tensor] | None) -> Tensor:
+    if not section.delta.needs_base:
+        return section.delta.dense().to(base.device)
+    if section.joint is not None and joint is not None:
+        return section.delta.dense(joint(section.joint)).to(base.device)
+    own = base[section.start : section.stop].float()
+    return section.delta.dense(own[:, : section.delta.shape[1]] if _narrow(section.delta, base) else own)
+
+
+def _plain(delta: Delta, base: Tensor) -> bool:
+    return isinstance(delta, LowRank) and not _narrow(delta, base)
+
+
+def _narrow(delta: Delta, base: Tensor) -> bool:
+    """Whether the delta is for fewer columns than the base has, which another adapter has widened."""
+    return base.ndim > 1 and len(delta.shape) > 1 and 0 < delta.shape[1] < base.shape[1]
+
+
+def checked(base: Tensor, applied: Applied, name: str, joint: Callable[[Joint], Tensor] | None = None) -> Tensor:
     """`merged`, or DiffLoRAError if a value of it is not finite where the base is."""
-    value = merged(base, applied)
+    value = merged(base, applied, joint)
     if not bool(torch.isfinite(value).all()) and bool((torch.isfinite(base) & ~torch.isfinite(value)).any()):
         raise DiffLoRAError(
             f"merging {name} gives values that are not finite in {base.dtype}; the weights are as they were. "

@@ -1,7 +1,8 @@
 """What a PEFT config, or the copy of one in a file's metadata, says about scales: alpha, rank, rslora, per module.
 
-Only scales are taken from it.  A config that asks for something else (DoRA, biases, saved modules, ...) is refused by
-name, since ignoring it would load a different adapter than the one that was trained.
+Only scales are taken from it.  A config that asks for something that the tensors do not hold or that cannot be honoured
+(saved modules, trained biases, ...) is refused by name, since ignoring it would load a different adapter than the one
+that was trained.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from difflora.formats.errors import DiffLoRAError
 
 # field -> (values that change nothing, what it asks for)
 _REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "peft_type": (lambda v: v is None or v == "LORA", "an adapter type other than LoRA"),
-    "use_dora": (lambda v: not v, "DoRA"),
+    "peft_type": (
+        lambda v: v in (None, "LORA", "LOHA", "LOKR", "OFT"),
+        "another adapter type than LoRA, LoHa, LoKr and OFT",
+    ),
     "bias": (lambda v: v in (None, "none"), "trained biases of the base model"),
-    "lora_bias": (lambda v: not v, "LoRA biases"),
+    "coft": (lambda v: not v, "constrained OFT"),
+    "use_cayley_neumann": (lambda v: v is None or v is True, "OFT with an exact inverse"),
+    "num_cayley_neumann_terms": (lambda v: v in (None, 5), "another number of Cayley-Neumann terms than 5"),
     "fan_in_fan_out": (lambda v: not v, "transposed (fan_in_fan_out) weights"),
     "modules_to_save": (lambda v: not v, "whole trained modules (modules_to_save)"),
     "layer_replication": (lambda v: not v, "layer replication"),
@@ -46,11 +51,16 @@ _MISSING = object()
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """The scales of one component: global alpha and rank, and patterns that override them per module."""
+    """The scales of one component: global alpha and rank, and patterns that override them per module.
+
+    `dora` and `bias` say that the modules have magnitudes, or biases beside their factors.
+    """
 
     alpha: float | None = None
     rank: int | None = None
     rslora: bool = False
+    dora: bool = False
+    bias: bool = False
     alphas: Mapping[re.Pattern[str], float] = field(default_factory=dict)
     ranks: Mapping[re.Pattern[str], int] = field(default_factory=dict)
 
@@ -59,7 +69,7 @@ class Scaling:
         if (self.alphas or self.ranks) and max(map(len, paths)) > _LONGEST_NAME:
             raise DiffLoRAError(f"{source}: {paths[0][:80]}... is no module; its name has {len(paths[0])} letters.")
         expected = _by_pattern(self.ranks, paths, self.rank)
-        if expected is not None and expected != rank:
+        if expected is not None and rank not in (0, expected):
             raise DiffLoRAError(
                 f"{source}: the config says rank {expected} for {paths[0]}, but its tensors have rank {rank}. "
                 "The config belongs to another file; remove it or pass the right one."
@@ -85,15 +95,17 @@ def scaling(config: Mapping[str, Any], source: str) -> Scaling:
         value = config.get(name)
         if not harmless(value):
             raise DiffLoRAError(
-                f"{source}: the config sets {name}={value!r}, that is {what}, which is not supported yet. "
-                "Plain LoRA (peft_type LORA without extras) is expected."
+                f"{source}: the config sets {name}={value!r}, that is {what}, which is not supported. "
+                "Expected LoRA, LoHa, LoKr or OFT of weights."
             )
-    alpha = config.get("lora_alpha")
-    rank = config.get("r")
+    alpha = config.get("lora_alpha", config.get("alpha"))
+    rank = config.get("r") or None
     return Scaling(
         alpha=None if alpha is None else _number(alpha, "lora_alpha", source),
         rank=None if rank is None else _whole(rank, "r", source),
         rslora=_yes(config.get("use_rslora"), "use_rslora", source),
+        dora=_yes(config.get("use_dora"), "use_dora", source),
+        bias=_yes(config.get("lora_bias"), "lora_bias", source),
         alphas={p: _number(v, f"alpha_pattern[{p}]", source) for p, v in _patterns(config, "alpha_pattern", source)},
         ranks={p: _whole(v, f"rank_pattern[{p}]", source) for p, v in _patterns(config, "rank_pattern", source)},
     )
@@ -162,8 +174,18 @@ def from_metadata(metadata: Mapping[str, str], source: str) -> Mapping[str, Scal
 
 def _prefixed(fields: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """{"transformer.r": 4, "lora_alpha": 8} -> {"transformer": {"r": 4}, "": {"lora_alpha": 8}}, known fields only."""
-    known = {"lora_alpha", "r", "use_rslora", "alpha_pattern", "rank_pattern", "lora_rank", "network_alpha", *_REFUSED}
-    rename = {"lora_rank": "r", "network_alpha": "lora_alpha"}
+    rename = {"lora_rank": "r", "network_alpha": "lora_alpha", "alpha": "lora_alpha"}
+    known = {
+        "lora_alpha",
+        "r",
+        "use_rslora",
+        "use_dora",
+        "lora_bias",
+        "alpha_pattern",
+        "rank_pattern",
+        *rename,
+        *_REFUSED,
+    }
     found: dict[str, dict[str, Any]] = {}
     for name, value in fields.items():
         component, _, leaf = name.rpartition(".")

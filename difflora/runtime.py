@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from difflora import binding, composing, factors
+from difflora import binding, composing, factors, linear, targets, words
 from difflora.executor import Executor, Place
 from difflora.formats.errors import DiffLoRAError, some
-from difflora.types import Adapter, BoundAdapter, LoadReport, Mix, Mode, Section, Strength
+from difflora.types import Adapter, BoundAdapter, LoadReport, Mix, Mode, Section, Strength, Vectors
+from difflora.words import Words
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,6 +32,7 @@ class Loaded:
     bound: BoundAdapter
     report: LoadReport
     mode: Mode
+    vectors: tuple[Vectors, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -58,6 +60,7 @@ class Engine:
         self.lock = threading.RLock()
         self.models: dict[str, nn.Module] = {}
         self.executor = Executor(self.models)
+        self.words = Words(self.models)
         self.loaded: dict[str, Loaded] = {}
         self.active = Mix()
         self.enabled = True
@@ -96,21 +99,44 @@ class Engine:
 
     def _held(self, adapter: Adapter, name: str, mode: Mode, strict: bool) -> Loaded:
         bound, report = binding.match(adapter, self.models, strict)
-        modules = {c: binding.modules(self.models[c]) for c in bound.sections if c in self.models}
-        held = Loaded(factors.own(bound, modules), replace(report, name=name), mode)
-        if mode == "merged":
-            self._refuse_unmergeable(held)
+        modules = {
+            c: {path: target.module for path, target in targets.targets(self.models[c]).items()}
+            for c in bound.sections
+            if c in self.models
+        }
+        for given in adapter.vectors:
+            words.check(given, self.models, adapter.source)
+        vectors = tuple(factors.own_vectors(v, adapter.source) for v in adapter.vectors)
+        held = Loaded(factors.own(bound, modules), replace(report, name=name), mode, vectors)
+        self._refuse_tables(held)
+        self.executor.look()
+        places = [
+            ((c, real), section)
+            for c, sites in held.bound.sections.items()
+            for real, sections in sites.items()
+            for section in sections
+        ]
+        fixed = [(place, section) for place, section in places if self.executor.masters(place) is None]
+        _refuse_fixed(held, fixed)
+        inside = [section for _, section in places if mode == "kernel" and not linear.runs(section)]
+        if inside:
+            kinds = some(sorted({section.delta.kind for section in inside}))
+            note = f"{len(inside)} of its changes ({kinds}) have no kernel form and act in the weights"
+            held = replace(held, report=replace(held.report, notes=(*held.report.notes, note)))
         return held
 
-    def _refuse_unmergeable(self, held: Loaded) -> None:
-        self.executor.look()
-        places = [(c, path) for c, sites in held.bound.sections.items() for path in sites]
-        stuck = [".".join(place) for place in places if self.executor.masters(place) is None]
-        if stuck:
-            raise DiffLoRAError(
-                f"{held.report.name!r} asks for mode='merged', but {len(stuck)} weights cannot be written exactly "
-                f"(quantised, fp8, sharded or on disk): {some(stuck)}. Use mode='auto' or mode='kernel'."
-            )
+    def _refuse_tables(self, held: Loaded) -> None:
+        """DiffLoRAError where one adapter brings words and another changes the table that they go to."""
+        every = [held, *self.loaded.values()]
+        for component in {vectors.component for one in every for vectors in one.vectors}:
+            table = words.embedding(self.models[component], component)
+            here = targets.modules(self.models[component])
+            changed = [p for one in every for p in one.bound.sections.get(component, ()) if here.get(p) is table]
+            if changed:
+                raise DiffLoRAError(
+                    f"{held.report.name!r}: words are added to {component}.{changed[0]}, and an adapter changes it. "
+                    "Load one of the two."
+                )
 
     def forget(self, names: Collection[str]) -> None:
         """Unload adapters; the base comes back bit for bit where nothing else acts."""
@@ -186,7 +212,7 @@ class Engine:
 
     def _paths(self, adapter: Adapter) -> dict[str, set[str]]:
         """Component -> the paths that a block pattern may name: the model's own and those of the file."""
-        found = {name: set(binding.modules(model)) for name, model in self.models.items()}
+        found = {name: set(targets.targets(model)) for name, model in self.models.items()}
         for component, deltas in adapter.components.items():
             found.setdefault(component, set()).update(deltas)
         return found
@@ -268,17 +294,28 @@ class Engine:
         return Mix(items)
 
     def refresh(self) -> None:
-        """Bring weights and forwards to what is asked for now."""
+        """Bring weights, forwards and words to what is asked for now."""
         with self.lock:
             self.executor.look()
-            self.executor.switch(self._asked(self.models))
+            before = self.words.current
+            self.words.show(self._vectors(), self.pipelines)
+            try:
+                self.executor.switch(self._asked(self.models))
+            except BaseException:
+                self.words.show(before, self.pipelines)
+                raise
+
+    def _vectors(self) -> tuple[Vectors, ...]:
+        """The words of the adapters that are in force, whatever their strength: vectors have none."""
+        names = dict.fromkeys(name for name, _ in self.in_force().items)
+        return tuple(vectors for name in names for vectors in self.loaded[name].vectors)
 
     def release(self, component: str) -> None:
         """Let go of a component that no pipeline has any more; its weights are the base's again."""
         with self.lock:
             self.executor.look()
             self.executor.switch(self._asked(self.models.keys() - {component}))
-            binding.unwrapped(self.models.pop(component)).__dict__.pop(Anchor.KEY, None)
+            targets.unwrapped(self.models.pop(component)).__dict__.pop(Anchor.KEY, None)
 
     def _asked(self, components: Collection[str]) -> dict[Place, list[tuple[Section, float, Mode]]]:
         """Per module, the sections that act on it with their weights: the fused adapters', then those in force."""
@@ -295,6 +332,24 @@ class Engine:
                 if id(held.report) not in inside and component in held.bound.sections:
                     _ask(asked, held, given, component)
         return asked
+
+
+def _refuse_fixed(held: Loaded, fixed: list[tuple[Place, Section]]) -> None:
+    """DiffLoRAError for what would have to be written into parameters that cannot be written exactly."""
+    why = "cannot be written exactly (quantised, fp8, sharded or on disk)"
+    stuck = [".".join(place) for place, section in fixed if section.name != "bias"]
+    if held.mode == "merged" and stuck:
+        raise DiffLoRAError(
+            f"{held.report.name!r} asks for mode='merged', but {len(stuck)} weights {why}: {some(stuck)}. "
+            "Use mode='auto' or mode='kernel'."
+        )
+    merged_only = [(place, section) for place, section in fixed if not linear.runs(section)]
+    if merged_only:
+        kinds = some(sorted({section.delta.kind for _, section in merged_only}))
+        raise DiffLoRAError(
+            f"{held.report.name!r} holds {kinds}, which act in the weights alone, but "
+            f"{len(merged_only)} of these {why}: {some('.'.join(place) for place, _ in merged_only)}. Load the adapter on a bf16, fp16 or fp32 model."
+        )
 
 
 def _ask(asked: dict[Place, list[tuple[Section, float, Mode]]], held: Loaded, given: Strength, component: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from difflora import binding, calls
+from difflora import calls, targets
 from difflora.composing import strength
 from difflora.formats.errors import DiffLoRAError, some
 from difflora.loading import Source, normalise, read
@@ -32,7 +32,7 @@ _MODES = ("auto", "merged", "kernel")
 
 def engine_on(model: nn.Module) -> Engine | None:
     """The engine that owns this module's weights, if any."""
-    anchor = binding.unwrapped(model).__dict__.get(Anchor.KEY)
+    anchor = targets.unwrapped(model).__dict__.get(Anchor.KEY)
     return anchor.engine if isinstance(anchor, Anchor) else None
 
 
@@ -45,7 +45,7 @@ def engine_of(pipe: Any) -> Engine:
 
 def engine_behind(pipe: Any) -> Engine:
     """The engine of an attached pipeline, as it was left: what unloads, whatever became of the components."""
-    engines = [engine for model in binding.components(pipe).values() if (engine := engine_on(model)) is not None]
+    engines = [engine for model in targets.components(pipe).values() if (engine := engine_on(model)) is not None]
     own = [engine for engine in engines if pipe in engine.pipelines]
     if not engines:
         raise DiffLoRAError("none of the components is attached any more; call difflora.attach(pipe) again.")
@@ -58,7 +58,7 @@ def adopt(engine: Engine, pipe: Any) -> None:
     Raises DiffLoRAError if adapters act on one that was replaced, or if another engine owns one.
     """
     with engine.lock:
-        now = binding.components(pipe)
+        now = targets.components(pipe)
         replaced = [n for n, m in now.items() if n in engine.models and _other(engine.models[n], m)]
         acting = {place[0] for place in (*engine.executor.sites, *engine.executor.beside)}
         for name in now:
@@ -71,19 +71,19 @@ def adopt(engine: Engine, pipe: Any) -> None:
                     f"{name} belongs to another attached pipeline; detach that one first, so that one engine owns it."
                 )
         for name in replaced:
-            binding.unwrapped(engine.models[name]).__dict__.pop(Anchor.KEY, None)
+            targets.unwrapped(engine.models[name]).__dict__.pop(Anchor.KEY, None)
         for name, model in now.items():
             engine.models[name] = model
             if engine_on(model) is None:
-                binding.unwrapped(model).__dict__[Anchor.KEY] = Anchor(engine)
+                targets.unwrapped(model).__dict__[Anchor.KEY] = Anchor(engine)
         if engine.models.keys() - now.keys():
-            held = {name for other in {*engine.pipelines, pipe} for name in binding.components(other)}
+            held = {name for other in {*engine.pipelines, pipe} for name in targets.components(other)}
             for name in engine.models.keys() - held:
                 engine.release(name)
 
 
 def _other(one: nn.Module, two: nn.Module) -> bool:
-    return binding.unwrapped(one) is not binding.unwrapped(two)
+    return targets.unwrapped(one) is not targets.unwrapped(two)
 
 
 # ---- loading and activating -----------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def opened(
     component: str | None = None,
 ) -> Adapter:
     """The adapter of `source`, with the engine's models as evidence for its family."""
-    shapes = binding.shapes(engine.models)
+    shapes = targets.shapes(engine.models)
     if not isinstance(source, Mapping) or not set(source) <= set(engine.models) or not source:
         raw = read(source, folders, hub, allow_pickle)  # type: ignore[arg-type]
         return normalise(raw, model=shapes, family=family, component=component)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from difflora.deltas import number
 from difflora.hashes import Hashes, hashes
 from difflora.loading import load
 from difflora.metadata import Triggers, trigger_words
@@ -18,7 +19,7 @@ from difflora.metadata import Triggers, trigger_words
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from difflora.deltas import Delta
+    from difflora.kinds import Delta
     from difflora.loading import Source
     from difflora.types import Adapter
 
@@ -142,7 +143,7 @@ def _modules(adapter: Adapter) -> Iterator[tuple[str, str, Delta]]:
 
 
 def _alphas(deltas: Sequence[Delta]) -> tuple[tuple[float | None, int], ...]:
-    counts = Counter(None if delta.alpha is None else delta.alpha_value for delta in deltas)
+    counts = Counter(None if delta.alpha is None else number(delta.alpha) for delta in deltas)
     return tuple(sorted(counts.items(), key=lambda item: (item[0] is None, item[0] or 0.0)))
 
 
@@ -174,13 +175,18 @@ def _block(path: str) -> str:
 
 
 def _square(delta: Delta) -> float:
-    """||scale B A||_F^2 = scale^2 sum((B^T B) * (A A^T)): r x r products instead of the dense matrix.
+    """||dW||_F^2: sum((B^T B) * (A A^T)) for low rank, r x r products instead of the dense matrix.
 
-    In fp64, since the sum cancels where the columns of B A nearly do.
+    In fp64, since the sum cancels where the columns of B A nearly do.  Zero for what only a base weight gives a size.
     """
-    a, b = (factor.double() for factor in delta.low_rank())
+    if delta.needs_base:
+        return 0.0
+    pair = delta.low_rank()
+    if pair is None:
+        return float(delta.dense().double().square().sum())
+    a, b = (factor.double() for factor in pair)
     square = float((b.T @ b * (a @ a.T)).sum())
-    return delta.scale**2 * (square if math.isnan(square) else max(square, 0.0))
+    return float(delta.scale**2 * (square if math.isnan(square) else max(square, 0.0)))
 
 
 def grid(images: Sequence[Sequence[Image]], rows: Sequence[str], columns: Sequence[str], zoom: int = 1) -> Image:

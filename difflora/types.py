@@ -11,31 +11,45 @@ from difflora.formats.errors import DiffLoRAError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from difflora.deltas import Delta
     from difflora.kernels.reference import Block
+    from difflora.kinds import Delta
 
 __all__ = [
     "Adapter",
     "BoundAdapter",
     "DiffLoRAError",
+    "Joint",
     "LoadReport",
     "Mix",
     "Mode",
     "Section",
     "Stack",
     "Strength",
+    "Vectors",
 ]
 
 Mode = Literal["auto", "merged", "kernel"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class Vectors:
+    """A word of a text encoder that the file brings along (textual inversion): vectors [n, width], n tokens."""
+
+    token: str
+    component: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Adapter:
-    """One LoRA file, normalised: component -> canonical (diffusers) module path -> delta.
+    """One LoRA file, normalised: component -> canonical (diffusers) path -> delta.
+
+    A path is a module, whose weight is meant, or one of its other parameters (`to_q.bias`, `scale_shift_table`).
 
     `layout` is how the file spells it ("kohya", "diffusers", "peft", ...), `family` the model it is for ("flux",
     "flux|chroma" while several remain, None if unknown).  `metadata` is the file's own.  `name` is what it is called
-    unless the user names it, `aliases` are other names it answers to.
+    unless the user names it, `aliases` are other names it answers to.  `vectors` are words that it brings along,
+    `widens` the (component, path) whose input it may widen.  `uneven` says what in it fits no model of its family.
     """
 
     source: str
@@ -47,21 +61,39 @@ class Adapter:
     aliases: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     path: str | None = None
+    vectors: tuple[Vectors, ...] = ()
+    widens: frozenset[tuple[str, str]] = frozenset()
+    uneven: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Joint:
+    """Where the rows of a whole fused module are in a model: ((component, path), start, stop, blocks of the whole)."""
+
+    rows: int
+    parts: tuple[tuple[tuple[str, str], int, int, tuple[tuple[int, int], ...]], ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Section:
-    """A delta and the rows [start, stop) of one real module that it changes.  `path` is its canonical name."""
+    """A delta and the rows [start, stop) of one real parameter that it changes.
+
+    `path` is its canonical name, `name` what the module calls the parameter.  `joint` is there where the delta is a
+    function of more rows than its own, `wide` (columns) where it widens the input of the module.
+    """
 
     path: str
     delta: Delta
     start: int
     stop: int
+    name: str = "weight"
+    joint: Joint | None = None
+    wide: int = 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BoundAdapter:
-    """An adapter matched to one model: component -> real module path -> the sections that act on it."""
+    """An adapter matched to one model: component -> real path -> the sections that act on the parameter there."""
 
     adapter: Adapter
     sections: Mapping[str, Mapping[str, tuple[Section, ...]]]

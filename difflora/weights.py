@@ -8,22 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from difflora.binding import unwrapped
+from difflora.targets import unwrapped
 
 WRITABLE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def masters(module: nn.Module, copies: Mapping[Tensor, Tensor | None]) -> tuple[Tensor, ...] | None:
-    """The tensors that hold the weight of `module`: the first is read, all are written.
+def masters(
+    module: nn.Module, copies: Mapping[Tensor, Tensor | None], name: str = "weight"
+) -> tuple[Tensor, ...] | None:
+    """The tensors that hold a parameter of `module`: the first is read, all are written.
 
-    None when the weight cannot be written exactly: packed, quantised, fp8, sharded, on disk, or computed.
+    None when it cannot be written exactly: not there, packed, quantised, fp8, sharded, on disk, or computed.
     `copies` is `host_copies(model)`.
     """
-    weight = module._parameters.get("weight")
+    weight = module._parameters.get(name)
     if weight is None:
         return None
     if weight.is_meta:
-        held = _accelerate(module)
+        held = _accelerate(module, name)
         return (held,) if held is not None and _plain(held) else None
     if not _plain(weight):
         return None
@@ -40,7 +42,7 @@ def _plain(weight: Tensor) -> bool:
     return ordinary and weight.dtype in WRITABLE and weight.layout is torch.strided and not weight.is_meta
 
 
-def _accelerate(module: nn.Module) -> Tensor | None:
+def _accelerate(module: nn.Module, name: str) -> Tensor | None:
     """The host tensor that an accelerate offload hook copies in at each forward; None if it is on disk or not there."""
     hook = module.__dict__.get("_hf_hook")
     for part in getattr(hook, "hooks", [hook]):
@@ -49,8 +51,8 @@ def _accelerate(module: nn.Module) -> Tensor | None:
         while source is not None and hasattr(source, "dataset"):
             prefix, source = getattr(source, "prefix", "") + prefix, source.dataset
         held = getattr(source, "state_dict", source)
-        if isinstance(held, Mapping) and isinstance(held.get(prefix + "weight"), Tensor):
-            value = held[prefix + "weight"]
+        if isinstance(held, Mapping) and isinstance(held.get(prefix + name), Tensor):
+            value = held[prefix + name]
             return value if isinstance(value, Tensor) else None
     return None
 
@@ -70,9 +72,9 @@ def host_copies(model: nn.Module) -> dict[Tensor, Tensor | None]:
     return found
 
 
-def on_disk(module: nn.Module, copies: Mapping[Tensor, Tensor | None]) -> bool:
-    """Whether hooks keep the weight elsewhere and the tensor in the module holds nothing."""
-    weight = module._parameters.get("weight")
+def on_disk(module: nn.Module, copies: Mapping[Tensor, Tensor | None], name: str) -> bool:
+    """Whether hooks keep the parameter elsewhere and the tensor in the module holds nothing."""
+    weight = module._parameters.get(name)
     return weight is None or weight.is_meta or (weight in copies and copies[weight] is None)
 
 
@@ -87,12 +89,12 @@ def tied(here: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
 def _identity(module: nn.Module) -> int:
     weight = module._parameters.get("weight")
     if weight is not None and weight.is_meta:
-        held = _accelerate(module)
+        held = _accelerate(module, "weight")
         return id(weight) if held is None else held.data_ptr()
     return id(module if weight is None else weight)
 
 
-def shards(module: nn.Module) -> int:
-    """Over how many processes the weight is sharded: 1 for an ordinary one."""
-    mesh = getattr(module._parameters.get("weight"), "device_mesh", None)
+def shards(module: nn.Module, name: str = "weight") -> int:
+    """Over how many processes the parameter is sharded: 1 for an ordinary one."""
+    mesh = getattr(module._parameters.get(name), "device_mesh", None)
     return int(mesh.size()) if mesh is not None else 1

@@ -1,6 +1,6 @@
 """Which tensors make a delta of each kind, and the size of the weight that their shapes are for."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -128,14 +128,3 @@ KINDS: Mapping[str, Kind] = {
 }
 # Rotations of the inputs are the same for all rows, so every part of a fused module has the whole of them.
 INPUT_SIDE = frozenset(("oft_v2",))
-
-
-def misfits(shapes: Shapes, size: Size) -> Iterator[str]:
-    """The roles beside the factors whose shape does not fit them."""
-    for role in ("alpha", "on_input"):
-        if shapes.get(role, ()) not in ((), (1,)):
-            yield role
-    if "magnitude" in shapes and size[0] and prod(shapes["magnitude"]) != size[0]:
-        yield "magnitude"
-    if "dora_scale" in shapes and prod(shapes["dora_scale"]) not in size and 0 not in size:
-        yield "dora_scale"

@@ -14,12 +14,16 @@ from difflora.formats.vocabulary import Vocabulary
 
 @dataclass(slots=True)
 class Reading:
-    """What a file means if it belongs to `family`; None takes its names as those of the model's modules."""
+    """What a file means if it belongs to `family`; None takes its names as those of the model's modules.
+
+    `misfits` are names with several meanings, `uneven` modules whose rows are not those of their parts.
+    """
 
     family: Family | None
     modules: list[tuple[Entry, Stem]] = field(default_factory=list)
     unexplained: list[Stem] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
+    uneven: list[str] = field(default_factory=list)
     notes: tuple[str, ...] = ()
     renamed: bool = False
 
@@ -29,7 +33,7 @@ class Reading:
 
     @property
     def whole(self) -> bool:
-        return not self.unexplained and not self.misfits
+        return not self.unexplained and not self.misfits and not self.uneven
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -48,18 +52,21 @@ def by_family(family: Family, stems: Sequence[Stem]) -> Reading:
             for component, network in _networks(family, stem)
             for sections, rule in network.find(*stem.outline, stem.flat).items()
         ]
+        reading.renamed |= any(c == family.denoiser and rule.source not in rule.sections for c, _, rule in found)
         fitting = [(*meaning, spans) for meaning in found if (spans := _spans(stem, meaning[2])) is not None]
         if not found:
             reading.unexplained.append(stem)
         elif not fitting:
-            expected = " + ".join(map(str, found[0][2].rows))
+            component, sections, rule = found[0]
             columns = f" with D = {stem.cols}" if stem.cols else ""
-            reading.misfits.append(f"{stem} makes {stem.rows} rows, which are not {expected}{columns}")
+            reading.uneven.append(
+                f"{stem} makes {stem.rows} rows, which are not {' + '.join(map(str, rule.rows))}{columns}"
+            )
+            reading.modules += [(_entry(component, path, stem), stem) for path in sections]
         elif len(fitting) > 1:
             reading.misfits.append(f"{stem} may mean {some(sections[0] for _, sections, *_ in fitting)}")
         else:
-            component, sections, rule, spans = fitting[0]
-            reading.renamed |= component == family.denoiser and rule.source not in rule.sections
+            component, sections, _, spans = fitting[0]
             for path, rows in zip(sections, spans, strict=True):
                 reading.modules.append((_entry(component, path, stem, rows), stem))
     return reading

@@ -31,6 +31,7 @@ REFUSALS = (
         "vectors that replace what the text encoder returns; train the token's input vectors instead",
         ("clip_l_out", "clip_g_out", "t5_out", "llama_out"),
     ),
+    Refusal("nameless embedding", "textual-inversion vectors without the word that they stand for", ("emb_params",)),
     Refusal("ControlNet LoRA", "a ControlNet, not an adapter of the base model", ("lora_controlnet",)),
     Refusal(
         "HCP-Diffusion",

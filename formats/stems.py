@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from difflora.formats import layouts
 from difflora.formats.errors import DiffLoRAError, some
-from difflora.formats.kinds import KINDS, Shape, misfits
+from difflora.formats.kinds import KINDS, Shape
 from difflora.formats.layouts import LEAVES, Leaf, Prefix, prefixes
 from difflora.formats.refusals import REFUSALS, REFUSED_HEADS, REFUSED_TAILS, Refusal
 from difflora.formats.rules import outline
@@ -250,9 +250,9 @@ def _stem(
     if size is None:
         described = ", ".join(f"{keys[role]} {list(shape)}" for role, shape in found.items() if role != "alpha")
         raise DiffLoRAError(f"{source}: {described} do not fit together. Expected {kind.expected}.")
-    for role in misfits(found, size):
-        wanted = "one number" if role in ("alpha", "on_input") else f"one number a row or column of {list(size)}"
-        raise DiffLoRAError(f"{source}: {keys[role]} has shape {list(found[role])}. Expected {wanted}.")
+    for role in ("alpha", "on_input"):
+        if found.get(role, ()) not in ((), (1,)):
+            raise DiffLoRAError(f"{source}: {keys[role]} has shape {list(found[role])}. Expected one number.")
     slotted = any(tensor.slotted for tensor in tensors)
     return Stem(path, prefix.place, prefix.flat, prefix.layout, kinds[0], keys, *size, outline(path), slotted=slotted)
 
@@ -271,12 +271,9 @@ def _complete(kind: str, keys: Mapping[str, str], tensors: list[_Tensor], source
                 f"{source}: {tensor.key} stands alone. Expected {tensor.text}.{layouts.PARTNERS[tensor.ending]} beside it; "
                 "the file is incomplete."
             )
-    choices = [choice.split() for choice in missing.split("|")]
-    endings = [
-        [e for r in roles for e, leaf in LEAVES.items() if (leaf.kind, leaf.role) == (kind, r)] for roles in choices
-    ]
-    wanted = " or ".join(" and ".join(f".{ending}" for ending in some_of) for some_of in endings)
+    roles = missing.replace("|", " ").split()
+    wanted = some(end for end, leaf in LEAVES.items() if leaf.kind == kind and leaf.role in roles)
     raise DiffLoRAError(
-        f"{source}: {some(keys.values())} belongs to no factors. Expected {wanted} of {tensors[0].text} beside it; "
+        f"{source}: {some(keys.values())} belongs to no factors. Expected {tensors[0].text}.{wanted} beside it; "
         "the file is incomplete."
     )

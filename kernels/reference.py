@@ -29,11 +29,15 @@ def delta(a: Tensor, blocks: Iterable[Block], rows: int) -> Tensor:
     return total
 
 
-def merge(base: Tensor, a: Tensor, blocks: Iterable[Block]) -> Tensor:
-    """W + sum(scale * b @ a), summed in fp32 (fp64 for such a base) and rounded once; deterministic for one device."""
-    flat = base.flatten(1)
-    wide = flat if flat.dtype == torch.float64 else flat.float()
-    return (wide + delta(a, blocks, flat.shape[0])).to(base.dtype).view(base.shape)
+def merge(base: Tensor, a: Tensor | None, blocks: Iterable[Block], more: Tensor | None = None) -> Tensor:
+    """W + sum(scale * b @ a) + more, summed in fp32 (fp64 for such a base), rounded once; deterministic for one device.
+
+    `more` has the shape of the base; without `a` there are no blocks.
+    """
+    wide = base if base.dtype == torch.float64 else base.float()
+    if a is not None:
+        wide = wide + delta(a, blocks, base.shape[0]).view(base.shape)
+    return (wide if more is None else wide + more).to(base.dtype)
 
 
 def low_rank(x: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:

@@ -27,34 +27,13 @@ def refusal(shapes: Shapes) -> str:
 @pytest.mark.parametrize(
     ("key", "kind"),
     [
-        (f"{FLAT}.hada_w1_a", "LoHa"),
-        (f"{FLAT}.hada_t2", "LoHa"),
-        (f"{FLAT}.lokr_w1", "LoKr"),
-        (f"{FLAT}.lokr_w2_b", "LoKr"),
-        (f"{FLAT}.lokr_t2", "LoKr"),
-        (f"{FLAT}.oft_blocks", "OFT/BOFT"),
-        (f"{FLAT}.oft_diag", "OFT/BOFT"),
-        (f"{Q}.oft_R.weight", "OFT/BOFT"),
-        (f"{Q}.oft_R.default.weight", "OFT/BOFT"),
-        (f"{FLAT}.dora_scale", "DoRA"),
-        (f"{Q}.lora_magnitude_vector", "DoRA"),
-        (f"{Q}.lora_magnitude_vector.weight", "DoRA"),
-        (f"{Q}.lora_magnitude_vector.default.weight", "DoRA"),
-        (f"{Q}.magnitude", "DoRA"),
-        (f"{FLAT}.a1.weight", "GLoRA"),
-        (f"{FLAT}.b2.weight", "GLoRA"),
-        (f"{FLAT}.on_input", "IA3"),
+        (f"{FLAT}.oft_diag", "old OFT"),
         (f"{Q}.vera_lambda_b", "VeRA"),
-        (f"{FLAT}.diff", "full-weight difference"),
-        (f"{FLAT}.diff_b", "full-weight difference"),
-        ("diffusion_model.blocks.0.diff_m", "full-weight difference"),
-        (f"{FLAT}.w_norm", "norm difference"),
-        (f"{FLAT}.b_norm", "norm difference"),
-        (f"{FLAT}.set_weight", "replaced weights"),
-        (f"{Q}.lora_B.bias", "LoRA bias"),
-        (f"{Q}.lora_B.default.bias", "LoRA bias"),
-        ("bundle_emb.style.string_to_param.*", "bundled embedding"),
-        ("emb_params", "bundled embedding"),
+        (f"{Q}.boft_R", "PEFT IA3, BOFT or GLoRA"),
+        (f"{Q}.ia3_l", "PEFT IA3, BOFT or GLoRA"),
+        (f"{FLAT}.bias_values", "sparse biases"),
+        ("bundle_emb.style.clip_l_out", "output embedding"),
+        ("emb_params", "nameless embedding"),
         ("lora_controlnet", "ControlNet LoRA"),
         ("a.b.___.layer.lora_down.weight", "HCP-Diffusion"),
         ("a.b.___.layer.W_up", "HCP-Diffusion"),
@@ -62,8 +41,6 @@ def refusal(shapes: Shapes) -> str:
         ("text_encoder:3:down", "cloneofsimo"),
         ("transformer_blocks.0.mlp_fc1.lora_down", "nunchaku"),
         ("single_transformer_blocks.0.mlp_context_fc2.lora_up.weight", "nunchaku"),
-        ("double_blocks.0.processor.qkv_lora1.down.weight", "XLabs"),
-        ("single_blocks.0.processor.proj_lora.up.weight", "XLabs"),
     ],
 )
 def test_known_kinds_that_are_not_read(key: str, kind: str) -> None:
@@ -72,25 +49,61 @@ def test_known_kinds_that_are_not_read(key: str, kind: str) -> None:
     assert f"Keys: {key}." in text
 
 
-@pytest.mark.parametrize("root", ["transformer.{}", "diffusion_model.{}", "{}"])
-@pytest.mark.parametrize("path", ["double_blocks.0.img_attn.qkv.0", "single_blocks.3.linear1.3"])
-def test_projections_split_by_number(root: str, path: str) -> None:
-    module = root.format(path)
-    text = refusal(pair(module))
-    assert text.startswith("x.safetensors holds OneTrainer BFL: ")
-    assert f"{module}.lora_down.weight" in text
-
-
 def test_several_refused_kinds_are_all_named() -> None:
-    text = refusal({f"{FLAT}.lokr_w1": (2, 2), f"{FLAT}.dora_scale": (8,), f"{FLAT}.diff_b": (8,)})
-    assert text.startswith("x.safetensors holds LoKr")
-    assert text.endswith("It also holds DoRA, full-weight difference.")
+    text = refusal({f"{FLAT}.vera_lambda_b": (2, 2), f"{FLAT}.oft_diag": (8,), "lora_controlnet": ()})
+    assert text.startswith("x.safetensors holds VeRA")
+    assert text.endswith("It also holds old OFT, ControlNet LoRA.")
 
 
 def test_at_most_four_keys_are_listed() -> None:
-    text = refusal({f"lora_unet_double_blocks_{n}_img_attn_proj.hada_w1_a": (2, 2) for n in range(7)})
-    assert text.count(".hada_w1_a") == 4
+    text = refusal({f"lora_unet_double_blocks_{n}_img_attn_proj.oft_diag": (2, 2) for n in range(7)})
+    assert text.count(".oft_diag") == 4
     assert "and 3 more" in text
+
+
+@pytest.mark.parametrize(
+    ("shapes", "text"),
+    [
+        ({f"{FLAT}.hada_w1_a": (8, 2), f"{FLAT}.hada_w1_b": (2, 8), f"{FLAT}.hada_w2_a": (8, 2)}, "hada_w2_b"),
+        ({f"{FLAT}.lokr_w1": (2, 2)}, "lokr_w2, lokr_w2_a, lokr_w2_b"),
+        ({f"{FLAT}.lokr_w1": (2, 2), f"{FLAT}.lokr_w2_a": (4, 2)}, "lokr_w2, lokr_w2_a, lokr_w2_b"),
+        ({f"{FLAT}.a1.weight": (8, 2), f"{FLAT}.a2.weight": (2, 8), f"{FLAT}.b1.weight": (8, 2)}, "b2.weight"),
+        ({f"{FLAT}.on_input": ()}, "weight"),
+        ({f"{FLAT}.rescale": (8, 1)}, "oft_blocks"),
+    ],
+)
+def test_incomplete_kinds_say_what_is_missing(shapes: Shapes, text: str) -> None:
+    assert f"Expected {FLAT}.{text} beside it; the file is incomplete." in refusal({**pair(Q), **shapes})
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"hada_w1_a": (8, 2), "hada_w1_b": (2, 8), "hada_w2_a": (8, 3), "hada_w2_b": (2, 8)},
+        {"hada_w1_a": (8, 2), "hada_w1_b": (2, 8), "hada_w2_a": (8, 2), "hada_w2_b": (2, 7)},
+        {"hada_w1_a": (2, 8), "hada_w1_b": (2, 8), "hada_w2_a": (2, 8), "hada_w2_b": (2, 8), "hada_t1": (2, 2, 3, 3)},
+        {"lokr_w1": (2,), "lokr_w2": (4, 4)},
+        {"lokr_w1_a": (2, 3), "lokr_w1_b": (2, 4), "lokr_w2": (4, 4)},
+        {"a1.weight": (8, 2), "a2.weight": (2, 8), "b1.weight": (8, 3), "b2.weight": (2, 7)},
+        {"oft_blocks": (4, 2, 3)},
+        {"oft_blocks": (2, 2)},
+        {"oft_R.weight": (4, 5)},
+        {"oft_R.weight": (4,)},
+        {"diff": ()},
+        {"set_weight": (0,)},
+    ],
+)
+def test_tensors_of_a_kind_that_do_not_fit(shapes: Shapes) -> None:
+    if (0,) in shapes.values():
+        assert "holds no LoRA tensors" in refusal({f"{FLAT}.{end}": shape for end, shape in shapes.items()})
+    else:
+        text = refusal({f"{FLAT}.{end}": shape for end, shape in shapes.items()})
+        assert "do not fit together. Expected " in text
+
+
+def test_a_tensor_of_another_kind_beside_the_factors() -> None:
+    assert "mix loha and lora" in refusal({**pair(FLAT), f"{FLAT}.hada_w1_a": (8, 2)})
+    assert f"{FLAT}.dora_scale belongs to no diff" in refusal({f"{FLAT}.diff": (8, 8), f"{FLAT}.dora_scale": (8,)})
 
 
 @pytest.mark.parametrize(
@@ -135,7 +148,7 @@ def test_at_most_four_keys_are_listed() -> None:
             [f"{Q}.lora_A.weight [2, 8]", f"{Q}.lora_B.weight [8, 3]", "of one rank r"],
             id="ranks differ",
         ),
-        pytest.param({f"{Q}.lora_A.weight": (0, 8), f"{Q}.lora_B.weight": (8, 0)}, ["do not fit"], id="rank 0"),
+        pytest.param({f"{Q}.lora_A.weight": (0, 8), f"{Q}.lora_B.weight": (8, 0)}, ["no LoRA tensors"], id="rank 0"),
         pytest.param({f"{Q}.lora_A.weight": (8,), f"{Q}.lora_B.weight": (8, 8)}, ["do not fit"], id="vector"),
         pytest.param(
             {f"{Q}.lora_A.weight": (2, 8, 3, 3), f"{Q}.lora_B.weight": (8, 2, 3, 3)}, ["do not fit"], id="two kernels"
@@ -180,20 +193,6 @@ def test_at_most_four_keys_are_listed() -> None:
         pytest.param({}, ["holds no LoRA tensors"], id="empty"),
         pytest.param({"_aux.x": ()}, ["holds no LoRA tensors"], id="bookkeeping only"),
         pytest.param(
-            pair("lora_unet_double_blocks_0_img_attn_qkv", 25),
-            [
-                "lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight makes 25 rows",
-                "D + D + D with D = 8",
-                "not of family flux",
-            ],
-            id="rows do not add up",
-        ),
-        pytest.param(
-            pair("transformer.single_blocks.0.linear1", 24),
-            ["D + D + D + M with D = 8"],
-            id="no rows for the last part",
-        ),
-        pytest.param(
             {**pair(FLAT), **pair("lora_unet_double_blocks_0_img_attn_gate")},
             [
                 "flux comes closest",
@@ -216,3 +215,16 @@ def test_fails_closed(shapes: Shapes, parts: list[str]) -> None:
     text = refusal(shapes)
     for part in parts:
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("stem", "rows", "said"),
+    [
+        ("lora_unet_double_blocks_0_img_attn_qkv", 25, "makes 25 rows, which are not D + D + D with D = 8"),
+        ("transformer.single_blocks.0.linear1", 24, "makes 24 rows, which are not D + D + D + M with D = 8"),
+    ],
+)
+def test_rows_that_are_not_those_of_the_parts_are_said(stem: str, rows: int, said: str) -> None:
+    found = explain(pair(stem, rows), family="flux")
+    assert [f"{stem}.lora_down.weight {said}"] == list(found.uneven)
+    assert {entry.rows for entry in found.entries} == {()}
