@@ -1,7 +1,7 @@
 """CogVideoX 1.0 and 1.5, and CogView4.  Their adapters have diffusers' names."""
 
 from difflora.formats.rules import Encoder, Family, Network, names
-from difflora.formats.text_encoders import T5, llama_like
+from difflora.formats.text_encoders import T5_ALONE, llama_like
 
 _NAMES = """
     patch_embed.{proj,text_proj} norm_out.linear proj_out transformer_blocks.{i}.norm1.linear
@@ -18,7 +18,7 @@ COGVIDEOX = Family(
     name="cogvideox",
     denoiser="transformer",
     network=Network(names=names("", _NAMES + _VIDEO)),
-    encoders=(Encoder("text_encoder", T5, ("te", "te1", "text_encoder", "t5xxl")),),
+    encoders=T5_ALONE,
     widths=dict.fromkeys(_WIDE, ((1920, 3072), (1920, 3072))),
     marks=("cogvideo",),
 )

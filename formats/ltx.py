@@ -2,7 +2,7 @@
 
 from difflora.formats.layouts import DENOISER
 from difflora.formats.rules import Encoder, Family, Network, names, under
-from difflora.formats.text_encoders import T5, llama_like
+from difflora.formats.text_encoders import T5_ALONE, llama_like
 
 _TOP = """
     {,audio_}patchify_proj = {,audio_}proj_in
@@ -47,7 +47,7 @@ LTX = Family(
             *under("adaln_single.", "time_embed.", _MODULATION),
         ),
     ),
-    encoders=(Encoder("text_encoder", T5, ("te", "te1", "text_encoder", "t5xxl")),),
+    encoders=T5_ALONE,
     widths=dict.fromkeys(_WIDE, ((2048, 4096), (2048, 4096))) | {_CAPTION: (None, 4096)},
     marks=("ltx-video", "ltxv"),
 )

@@ -1,7 +1,7 @@
 """Mochi 1: x is the picture, y the text."""
 
-from difflora.formats.rules import Encoder, Family, Network, under
-from difflora.formats.text_encoders import T5
+from difflora.formats.rules import Family, Network, under
+from difflora.formats.text_encoders import T5_ALONE
 
 # Halves change places where Mochi stores (shift, scale), or the value before its gate.
 _BLOCK = """
@@ -27,6 +27,6 @@ MOCHI = Family(
     name="mochi",
     denoiser="transformer",
     network=Network(rules=(*under("blocks.{i}.", "transformer_blocks.{i}.", _BLOCK), *under("", "", _TOP))),
-    encoders=(Encoder("text_encoder", T5, ("te", "te1", "text_encoder", "t5xxl")),),
+    encoders=T5_ALONE,
     marks=("mochi",),
 )

@@ -1,7 +1,7 @@
 """PixArt alpha and sigma, and Sana: the same blocks, of which Sana's feed-forward is convolutions."""
 
 from difflora.formats.rules import Encoder, Family, Network, names, under
-from difflora.formats.text_encoders import T5, llama_like
+from difflora.formats.text_encoders import T5_ALONE, llama_like
 
 _B = "transformer_blocks.{i}."
 _BLOCK = """
@@ -41,7 +41,7 @@ PIXART = Family(
             *under("", "", _PIXART + _ENDS),
         )
     ),
-    encoders=(Encoder("text_encoder", T5, ("te", "te1", "text_encoder", "t5xxl")),),
+    encoders=T5_ALONE,
     widths=dict.fromkeys(_WIDE, (1152, 1152)) | {_CAPTION: (1152, 4096)},
     marks=("pixart",),
 )

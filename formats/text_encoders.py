@@ -1,6 +1,6 @@
 """The text encoders that families share.  Canonical CLIP names are the long ones (`text_model.encoder.layers.0...`)."""
 
-from difflora.formats.rules import Network, Rule, names, outline
+from difflora.formats.rules import Encoder, Network, Rule, names, outline
 
 _LAYER = "encoder.layers.{i}."
 _PROJECTIONS = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out.0": "out_proj"}
@@ -33,6 +33,8 @@ T5 = Network(
         *names("encoder.block.{i}.layer.", "1.DenseReluDense.{wi,wi_0,wi_1,wo}"),
     ),
 )
+T5_ALONE = (Encoder("text_encoder", T5, ("te", "te1", "text_encoder", "t5xxl", "umt5xxl")),)
+
 _LLAMA_NAMES = (
     *("embed_tokens", "norm"),
     *names("layers.{i}.", "{input,post_attention,pre_feedforward,post_feedforward}_layernorm"),

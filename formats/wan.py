@@ -1,7 +1,7 @@
 """Wan 2.1 and 2.2 (text, image, VACE, Animate), and what shares its modules: SkyReels V2, ChronoEdit, Helios."""
 
-from difflora.formats.rules import Encoder, Family, Network, names, under
-from difflora.formats.text_encoders import T5
+from difflora.formats.rules import Family, Network, names, under
+from difflora.formats.text_encoders import T5_ALONE
 
 # The norm that has weights, before the cross-attention, is norm3 to Wan and norm2 to diffusers.
 _BLOCK = """
@@ -42,7 +42,7 @@ WAN = Family(
         ),
         names=names("", _NAMES),
     ),
-    encoders=(Encoder("text_encoder", T5, ("te", "te1", "text_encoder", "umt5xxl")),),
+    encoders=T5_ALONE,
     marks=("wan",),
     experts=("transformer_2",),
 )
