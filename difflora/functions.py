@@ -30,7 +30,7 @@ class GLoRA:
 
     a1 [in, r], a2 [r, in], b1 [out, r], b2 [r, in], as 1x1 kernels too; b2 may have the kernel of a convolution, or the
     Tucker core bm [r, r, *kernel].  The first files have the pairs the other way round (b2 b1, a2 a1): told by the
-    axes that are the rank.
+    axes that are the rank, and of two such in a square weight by the smaller.
     """
 
     a1: Tensor
@@ -47,7 +47,10 @@ class GLoRA:
     @property
     def _pairs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(a1, a2, b1, b2) in today's order."""
-        old = self.b1.shape[1] != self.b2.shape[0] or self.a1.shape[1] != self.a2.shape[0]
+        inner, outer = self.b1.shape[1], self.b1.shape[0]
+        fits = self.b2.shape[0] == inner == self.a1.shape[1] == self.a2.shape[0]
+        swapped = self.b2.shape[1] == outer == self.a1.shape[0] == self.a2.shape[1]
+        old = swapped and (not fits or outer < inner)
         return (self.a2, self.a1, self.b2, self.b1) if old else (self.a1, self.a2, self.b1, self.b2)
 
     @property

@@ -45,27 +45,38 @@ def build(
     which PEFT scales a LoKr whatever its factors are.
     """
     roles = {role: tensor for role, tensor in held.items() if role not in ("magnitude", "dora_scale", "alpha")}
-    scale: dict[str, Any] = {} if kind in _UNSCALED else {"alpha": held.get("alpha", alpha)}
+    # A rotation's alpha is a bound, which only the file itself has.
+    own = held.get("alpha", None if kind == "oft" else alpha)
+    scale: dict[str, Any] = {} if kind in _UNSCALED else {"alpha": own}
     if kind in ("lora", "lora_embedding"):
         scale["rslora"] = rslora
     if kind == "lokr" and "alpha" not in held:
         scale["r"] = rank
-    vector, by_input = _magnitude(held)
     if kind in ("diff", "lora_bias"):
         ranks = int(held["down"].shape[0]) if kind == "lora_bias" and "down" in held else 0
         return Dense(held["diff"], rank=ranks, rslora=rslora, **scale)
     if kind == "oft_v2":
+        vector, by_input = _magnitude(held)
         return InputRotation(**roles, magnitude=vector, by_input=by_input)
     if kind == "lora_embedding":
         # PEFT's table delta is (B A)^T for a weight [tokens, width]: the factors swap places.
         roles = {"down": held["up"].transpose(0, 1), "up": held["down"].transpose(0, 1)}
     inner = _CLASSES[kind](**roles, **scale)
+    vector, by_input = _magnitude(held, inner.shape[0], transposed=kind == "lora_embedding")
     return inner if vector is None else DoRA(inner, vector, by_input)
 
 
-def _magnitude(held: Mapping[str, Tensor]) -> tuple[Tensor | None, bool]:
-    """The magnitudes, and whether they are those of the columns: [1, in, ...] is, [out, 1, ...] and [n] are not."""
+def _magnitude(
+    held: Mapping[str, Tensor], rows: int | None = None, transposed: bool = False
+) -> tuple[Tensor | None, bool]:
+    """The magnitudes, and whether they are those of the columns of a weight with that many rows (None: not known).
+
+    [1, in, ...] is, [out, 1, ...] and [n] are not.  PEFT decomposes an embedding's table `transposed`: its vector has
+    one number a dimension, whose norm is over all tokens (tuners/lora/dora.py, DoraEmbeddingLayer).
+    """
     if "magnitude" in held:
-        return held["magnitude"], False
+        return held["magnitude"], transposed
     vector = held.get("dora_scale")
-    return vector, vector is not None and vector.ndim > 1 and vector.shape[0] == 1 and vector.numel() > 1
+    if vector is None or vector.ndim < 2 or vector.shape[0] != 1:
+        return vector, False
+    return vector, vector.numel() > 1 or rows not in (1, None)

@@ -46,7 +46,7 @@ class Hadamard:
         """[out, in * kernel], or [out, in, kh, kw] with Tucker cores."""
         if self.t1 is not None:
             return (int(self.w1_a.shape[1]), int(self.w1_b.shape[1]), *(int(k) for k in self.t1.shape[2:]))
-        return (int(self.w1_a.shape[0]), int(self.w1_b.shape[1]))
+        return (int(self.w1_a.shape[0]), *(int(n) for n in self.w1_b.shape[1:]))
 
     @property
     def scale(self) -> float:
@@ -63,7 +63,7 @@ class Hadamard:
         if self.t1 is not None or int(self.w1_b.shape[0]) * int(self.w2_b.shape[0]) > MOST_RANKS:
             return None
         b = torch.einsum("or,os->ors", self.w1_a.float(), self.w2_a.float()).flatten(1)
-        a = torch.einsum("ri,si->rsi", self.w1_b.float(), self.w2_b.float()).flatten(0, 1)
+        a = torch.einsum("r...,s...->rs...", self.w1_b.float(), self.w2_b.float()).flatten(2).flatten(0, 1)
         return a, b
 
     def dense(self, base: Tensor | None = None) -> Tensor:
@@ -74,7 +74,7 @@ class Hadamard:
 
 def _half(a: Tensor, b: Tensor, core: Tensor | None) -> Tensor:
     if core is None:
-        return a.float() @ b.float()
+        return (a.float() @ b.float().flatten(1)).reshape(a.shape[0], *b.shape[1:])
     return torch.einsum("ij...,jr,ip->pr...", core.float(), b.float(), a.float())
 
 
@@ -158,7 +158,8 @@ class Kronecker:
         else:
             assert self.w2_a is not None and self.w2_b is not None
             two = _half(self.w2_a, self.w2_b, self.t2)
-        return torch.kron(one.reshape(*one.shape, *(1,) * (two.ndim - 2)), two) * self.scale
+        # A kernel flattened into the columns is the innermost there too; kron fails on strides that einsum leaves.
+        return torch.kron(one, two.flatten(1).contiguous()).reshape(self.shape) * self.scale
 
 
 def _size(whole: Tensor | None, a: Tensor | None, b: Tensor | None, core: Tensor | None) -> tuple[int, ...]:
@@ -167,4 +168,4 @@ def _size(whole: Tensor | None, a: Tensor | None, b: Tensor | None, core: Tensor
     assert a is not None and b is not None
     if core is not None:
         return (int(a.shape[1]), int(b.shape[1]), *(int(k) for k in core.shape[2:]))
-    return (int(a.shape[0]), int(b.shape[1]))
+    return (int(a.shape[0]), *(int(n) for n in b.shape[1:]))
