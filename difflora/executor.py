@@ -169,7 +169,7 @@ class Executor:
         for place, start, stop, blocks in joint.parts:
             site = self.sites.get(place)
             base = (site.base if site is not None else self._writable(place)[0])[start:stop].float()
-            pieces = base.split([last - first for first, last in blocks])
+            pieces = torch.split(base, [last - first for first, last in blocks])
             parts += [(first, piece) for (first, _), piece in zip(blocks, pieces, strict=True)]
         ordered = [piece for _, piece in sorted(parts, key=lambda part: part[0])]
         return torch.cat([piece.to(ordered[0].device) for piece in ordered])

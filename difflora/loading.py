@@ -32,6 +32,8 @@ Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 _unnamed = itertools.count()
 # The kinds that a PEFT config scales.
 _SCALED = frozenset(("lora", "lora_embedding", "lora_bias", "loha", "lokr"))
+# PEFT's words for the kinds.
+_TYPES = {"LORA": ("lora", "lora_embedding"), "LOHA": ("loha",), "LOKR": ("lokr",), "OFT": ("oft_v2",)}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -183,11 +185,14 @@ def _refuse_contradiction(scales: Mapping[str, Scaling], entries: Sequence[Entry
     biased = {(entry.component, entry.path) for entry in entries if entry.kind == "lora_bias"}
     for entry in entries:
         scaling = scales.get(entry.component) or scales.get("")
-        if scaling is None or not entry.kind.startswith("lora") or entry.kind == "lora_bias":
+        if scaling is None or entry.kind == "lora_bias":
             continue
-        if scaling.dora and not {"magnitude", "dora_scale"} & entry.keys.keys():
-            what = "use_dora, and there is no lora_magnitude_vector"
-        elif scaling.bias and (entry.component, f"{entry.path}.bias") not in biased:
+        plain = entry.kind in ("lora", "lora_embedding")
+        if scaling.type and entry.kind not in _TYPES[scaling.type]:
+            what = f"peft_type {scaling.type}, and the file has {entry.kind}"
+        elif plain and scaling.dora and not {"magnitude", "dora_scale"} & entry.keys.keys():
+            what = "use_dora (DoRA), and there is no lora_magnitude_vector"
+        elif plain and scaling.bias and (entry.component, f"{entry.path}.bias") not in biased:
             what = "lora_bias, and there is no lora_B.bias"
         else:
             continue

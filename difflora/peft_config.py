@@ -53,7 +53,8 @@ _MISSING = object()
 class Scaling:
     """The scales of one component: global alpha and rank, and patterns that override them per module.
 
-    `dora` and `bias` say that the modules have magnitudes, or biases beside their factors.
+    `dora` and `bias` say that the modules have magnitudes, or biases beside their factors; `type` is PEFT's word for
+    the kind of all.
     """
 
     alpha: float | None = None
@@ -61,6 +62,7 @@ class Scaling:
     rslora: bool = False
     dora: bool = False
     bias: bool = False
+    type: str | None = None
     alphas: Mapping[re.Pattern[str], float] = field(default_factory=dict)
     ranks: Mapping[re.Pattern[str], int] = field(default_factory=dict)
 
@@ -106,6 +108,7 @@ def scaling(config: Mapping[str, Any], source: str) -> Scaling:
         rslora=_yes(config.get("use_rslora"), "use_rslora", source),
         dora=_yes(config.get("use_dora"), "use_dora", source),
         bias=_yes(config.get("lora_bias"), "lora_bias", source),
+        type=config.get("peft_type"),
         alphas={p: _number(v, f"alpha_pattern[{p}]", source) for p, v in _patterns(config, "alpha_pattern", source)},
         ranks={p: _whole(v, f"rank_pattern[{p}]", source) for p, v in _patterns(config, "rank_pattern", source)},
     )

@@ -347,8 +347,8 @@ def _refuse_fixed(held: Loaded, fixed: list[tuple[Place, Section]]) -> None:
     if merged_only:
         kinds = some(sorted({section.delta.kind for _, section in merged_only}))
         raise DiffLoRAError(
-            f"{held.report.name!r} holds {kinds}, which act in the weights alone, but "
-            f"{len(merged_only)} of these {why}: {some('.'.join(place) for place, _ in merged_only)}. Load the adapter on a bf16, fp16 or fp32 model."
+            f"{held.report.name!r} holds {kinds}, which act in the weights alone, but {len(merged_only)} of these "
+            f"{why}: {some('.'.join(place) for place, _ in merged_only)}. Expected a bf16, fp16 or fp32 model."
         )
 
 

@@ -67,9 +67,10 @@ def _widened(reading: Reading) -> Iterator[tuple[str, str]]:
 def _by_names(stems: Sequence[Stem], family: str | None, vocabulary: Vocabulary | None, source: str) -> list[Reading]:
     """The readings that explain every stem and that the model contradicts least; raises when there is none."""
     readings = [by_family(candidate, stems) for candidate in _chosen(family, source)]
-    whole = [reading for reading in readings if reading.whole] or _uneven(readings)
+    whole = [reading for reading in readings if reading.whole] or [r for r in readings if r.named]
     missing = [reading.missing(vocabulary) for reading in whole]
     whole = [reading for reading, count in zip(whole, missing, strict=True) if count == min(missing)]
+    whole = [reading for reading in whole if len(reading.uneven) == min(len(other.uneven) for other in whole)]
     if whole and not min(missing):
         return whole
     own = by_model(stems, vocabulary) if vocabulary and family is None else None
@@ -80,13 +81,6 @@ def _by_names(stems: Sequence[Stem], family: str | None, vocabulary: Vocabulary 
     if family is None and literal(stems) and not any(reading.renamed for reading in readings):
         return [as_written(stems, readings)]
     raise DiffLoRAError(f"{source}: {_shortfall(readings, own, len(stems))}")
-
-
-def _uneven(readings: Sequence[Reading]) -> list[Reading]:
-    """The readings that explain every name, though some rows do not add up: with the fewest of these."""
-    named = [reading for reading in readings if not reading.unexplained and not reading.misfits]
-    fewest = min((len(reading.uneven) for reading in named), default=0)
-    return [reading for reading in named if len(reading.uneven) == fewest]
 
 
 def _chosen(family: str | None, source: str) -> list[Family]:

@@ -32,8 +32,12 @@ class Reading:
         return self.family.name if self.family else "the model"
 
     @property
+    def named(self) -> bool:
+        return not self.unexplained and not self.misfits
+
+    @property
     def whole(self) -> bool:
-        return not self.unexplained and not self.misfits and not self.uneven
+        return self.named and not self.uneven
 
     @property
     def entries(self) -> tuple[Entry, ...]:

@@ -215,7 +215,8 @@ def _stems(
 
 def _roles(tensors: list[_Tensor], source: str) -> dict[str, str]:
     keys: dict[str, str] = {}
-    for tensor in tensors:
+    # The first key is the one that messages name.
+    for tensor in sorted(tensors, key=lambda tensor: tensor.leaf.role == "alpha"):
         if tensor.leaf.role in keys:
             raise DiffLoRAError(
                 f"{source}: {keys[tensor.leaf.role]} and {tensor.key} are two spellings of one tensor. Remove one."
@@ -268,8 +269,8 @@ def _complete(kind: str, keys: Mapping[str, str], tensors: list[_Tensor], source
     for tensor in tensors:
         if tensor.ending in layouts.PARTNERS:
             raise DiffLoRAError(
-                f"{source}: {tensor.key} stands alone. Expected {tensor.text}.{layouts.PARTNERS[tensor.ending]} beside it; "
-                "the file is incomplete."
+                f"{source}: {tensor.key} stands alone. Expected {tensor.text}.{layouts.PARTNERS[tensor.ending]} "
+                "beside it; the file is incomplete."
             )
     roles = missing.replace("|", " ").split()
     wanted = some(end for end, leaf in LEAVES.items() if leaf.kind == kind and leaf.role in roles)

@@ -15,11 +15,13 @@ import tiny
 import torch
 from diffusers import FluxTransformer2DModel, UNet2DConditionModel
 from torch import nn
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
 import difflora
 from difflora import DiffLoRAError
+from difflora.deltas import tensors
 from difflora.loading import Raw, normalise
+from difflora.targets import shapes
 
 KEYS = Path(__file__).parent / "formats" / "keys"
 
@@ -29,6 +31,16 @@ def flux() -> Any:
     """FLUX.1-dev (transformer/config.json of the published repository; the class defaults but for guidance)."""
     with torch.device("meta"):
         return SimpleNamespace(components={"transformer": FluxTransformer2DModel(guidance_embeds=True)})
+
+
+@functools.cache
+def flux_and_encoders() -> Any:
+    """FLUX.1-dev with CLIP-L and the encoder of T5-XXL (text_encoder_2/config.json)."""
+    with torch.device("meta"):
+        large = CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)
+        t5 = T5Config(d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu")
+        encoders = {"text_encoder": CLIPTextModel(large), "text_encoder_2": T5EncoderModel(t5)}
+    return SimpleNamespace(components={**flux().components, **encoders})
 
 
 @functools.cache
@@ -75,6 +87,19 @@ BOUND = {
     "generated/lycoris_sd_locon": (lycoris_unet, 81),
     "generated/lycoris_sd_locon_tucker": (lycoris_unet, 81),
     "generated/lycoris_sd_dylora": (lycoris_unet, 81),
+    **{
+        f"generated/lycoris_sd_{name}": (lycoris_unet, count)
+        for name, count in {
+            **dict.fromkeys(("boft", "diag_oft", "diag_oft_rescaled", "dora_out", "glora", "ia3", "loha"), 81),
+            **dict.fromkeys(("lokr", "lokr_full", "lokr_tucker"), 81),
+            "full": 138,
+            "norm_locon": 145,
+        }.items()
+    },
+    "flux_control_lora_format": (flux, 1160),
+    "flux_dora_onetrainer_format": (flux_and_encoders, 506),
+    "flux_lora_xlabs_format": (flux, 24),
+    "flux_lycoris_lokr_wrapper": (flux, 30),
 }
 
 
@@ -92,10 +117,26 @@ def test_every_key_is_explained_and_bound(name: str) -> None:
     model, modules = BOUND[name]
     loaded = adapter(name)
     report = difflora.bind(loaded, model())
-    held = {id(t) for deltas in loaded.components.values() for delta in deltas.values() for t in delta.tensors}
+    held = {
+        id(t if t._base is None else t._base)
+        for deltas in loaded.components.values()
+        for delta in deltas.values()
+        for t in tensors(delta)
+    }
     assert len(held) == len(listing(name)), "a key of the file is in no delta"
     assert report.unmatched == ()
     assert len(report.matched) == modules
+
+
+def test_invented_shapes_are_explained_and_refused_with_both_shapes() -> None:
+    tensors = {key: torch.empty(shape, device="meta") for key, shape in listing("flux_lokr_bfl_format").items()}
+    loaded = normalise(Raw("flux_lokr_bfl_format", "x", tensors), model=shapes(flux().components))
+    assert loaded.uneven and {delta.kind for delta in loaded.components["transformer"].values()} == {"lokr"}
+    with pytest.raises(DiffLoRAError) as caught:
+        difflora.bind(loaded, flux())
+    text = str(caught.value)
+    assert "single_transformer_blocks.0.attn.to_k: [1024, 16384] in the file, [3072, 3072] in the model" in text
+    assert "makes 1024 rows, which are not D + D + D with D = 27648" in text
 
 
 def test_a_fused_file_shares_its_tensors_between_the_parts() -> None:
@@ -164,8 +205,6 @@ def test_flattened_names_that_two_modules_share_are_refused() -> None:
     raw = Raw("x", "x", tensors)
     both, one = Unlucky(), Unlucky()
     del one.a
-    from difflora.binding import shapes
-
     with pytest.raises(DiffLoRAError, match=r"a_b\.c.*a\.b_c|a\.b_c.*a_b\.c"):
         normalise(raw, model=shapes({"transformer": both}))
     assert list(normalise(raw, model=shapes({"transformer": one})).components["transformer"]) == ["a_b.c"]

@@ -185,9 +185,9 @@ def part_match(folder: Path, pipe: FluxPipeline) -> Any:
     return saved(folder, {**tensors, **{k.replace("blocks.0", "blocks.7"): v.clone() for k, v in tensors.items()}})
 
 
-def loha(folder: Path, pipe: FluxPipeline) -> Any:
+def half_a_loha(folder: Path, pipe: FluxPipeline) -> Any:
     stem = f"lora_unet_{Q.replace('.', '_')}"
-    names = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+    names = ("hada_w1_a", "hada_w1_b", "hada_w2_a")
     return saved(
         folder, {f"{stem}.{name}": torch.ones(32, 2) if name.endswith("a") else torch.ones(2, 32) for name in names}
     )
@@ -266,7 +266,7 @@ REFUSED: dict[File, tuple[str, ...]] = {
     empty_file: ("x.safetensors", "safetensors"),
     no_match: ("x.safetensors", "transformer_blocks.7", "none of its 1 modules"),
     part_match: ("x.safetensors", "transformer_blocks.7", "strict=False", "1 of its 2"),
-    loha: ("LoHa", "x.safetensors"),
+    half_a_loha: ("hada_w2_b", "x.safetensors"),
     two_slots: ("one", "two"),
     nothing_there: ("absent.safetensors",),
     empty_folder: ("no .safetensors",),

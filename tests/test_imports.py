@@ -14,9 +14,13 @@ LAYERS = [*SOURCES, *sorted((ROOT / "formats").glob("*.py")), *sorted((ROOT / "k
 # From the bottom up; a module imports only from layers beneath its own.
 ORDER = [
     {"kernels", "deltas", "prompt", "hashes", "peft_config", "slots", "demo"},
+    {"functions", "products"},
+    {"rotations"},
+    {"kinds"},
     {"types", "sources", "metadata"},
-    {"loading", "binding", "composing"},
-    {"linear", "merge", "weights", "factors", "tools"},
+    {"loading", "targets", "composing"},
+    {"binding", "widening", "weights"},
+    {"linear", "merge", "factors", "words", "tools"},
     {"executor"},
     {"runtime"},
     {"table", "calls", "blocks"},
