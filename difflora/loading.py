@@ -155,14 +155,16 @@ def normalise(
             whole[keys] = _delta(entry, raw, scales)
         delta = whole[keys].rows(entry.rows) if entry.rows else whole[keys]
         components.setdefault(entry.component, {})[entry.path] = delta
-    widens = frozenset(found.widens)
+    widens, notes = frozenset(found.widens), found.notes
+    if component is None and (expert := _expert(raw.name, components, model or {})):
+        component, notes = expert, (*notes, f"for {expert}, as its name says low noise")
     if component:
         components = _sent_to(components, component, raw.source)
         widens = frozenset((component, path) for _, path in widens)
     aliases = tuple(a for a in (raw.metadata.get("ss_output_name"),) if a and a != raw.name)
     vectors = tuple(Vectors(token, where, raw.tensors[key]) for token, where, key in found.vectors)
     return Adapter(
-        raw.source, raw.name, found.layout, found.family, components, dict(raw.metadata), aliases, found.notes,
+        raw.source, raw.name, found.layout, found.family, components, dict(raw.metadata), aliases, notes,
         raw.path, vectors, widens, found.uneven,
     )  # fmt: skip
 
@@ -204,6 +206,18 @@ def _refuse_contradiction(scales: Mapping[str, Scaling], entries: Sequence[Entry
 
 def _denoisers(components: Mapping[str, object]) -> list[str]:
     return [name for name in components if not name.startswith("text_encoder")]
+
+
+def _expert(name: str, components: Mapping[str, object], model: Shapes) -> str | None:
+    """The second expert (Wan 2.2), where the model has one and the file's name says that it is for it.
+
+    Both experts have the same modules, and files do not say which is meant but by their names.
+    """
+    denoisers = _denoisers(components)
+    words = "".join(letter if letter.isalnum() else " " for letter in name.lower()).split()
+    low = not {"low", "lownoise"}.isdisjoint(words)
+    second = f"{denoisers[0]}_2" if len(denoisers) == 1 else ""
+    return second if low and "high" not in words and second in model else None
 
 
 def _renamed(model: Shapes, component: str) -> Shapes:
