@@ -9,7 +9,6 @@ import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,19 +122,6 @@ def measure() -> dict[str, object]:
     }
     families = [family.name for family in FAMILIES]
     return {"families": families, "layouts": list(LAYOUTS), "kinds": list(KINDS), "refused": refused}
-
-
-def table(record: Mapping[str, Any]) -> str:
-    """The record in Markdown: which of the kinds load for a family in a layout, and why others do not."""
-    lines = [f"| family | {' | '.join(record['layouts'])} |", f"|---|{'---|' * len(record['layouts'])}"]
-    for family in record["families"]:
-        cells = []
-        for layout in record["layouts"]:
-            lost = [kind for kind in record["kinds"] if f"{family}, {layout}, {kind}" in record["refused"]]
-            cells.append(f"all but {', '.join(lost)}" if lost else "all")
-        lines.append(f"| {family} | {' | '.join(cells)} |")
-    said = [f"- {name}: {reason}." for name, reason in record["refused"].items()]
-    return "\n".join([*lines, "", f"The kinds: {', '.join(record['kinds'])}.", *said]) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The README's table of what was measured, made from the committed JSON records.
+"""The README's tables of what loads and of what was measured, made from the committed JSON records.
 
-`python tests/benchmarks/readme.py` writes it between the marks; a test fails while the README says something else.
+`python tests/benchmarks/readme.py` writes them between their marks; a test fails while the README says something else.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from difflora.formats.refusals import REFUSALS
+
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
 
 
 def read(path: str) -> Any:
     return json.loads((ROOT / path).read_text())
 
 
-def table() -> str:
-    """The rows in Markdown."""
+def measured() -> str:
+    """What was measured, in Markdown."""
     cost, names = read("tests/benchmarks/import_cost.json"), read("tests/benchmarks/normalise.json")
     gpu, scores = read("tests/gpu.json"), read("difflora/demo/scores.json")
     passed = sum(test["outcome"] == "passed" for test in gpu["tests"].values())
@@ -48,11 +49,34 @@ def percent(score: Mapping[str, float], name: str) -> str:
     return f"{score[name]:g} %"
 
 
+def support() -> str:
+    """Which families, layouts and kinds load, and what is refused, in Markdown."""
+    record = read("tests/support.json")
+    lines = [f"| family | {' | '.join(record['layouts'])} |", f"|---|{'---|' * len(record['layouts'])}"]
+    for family in record["families"]:
+        cells = []
+        for layout in record["layouts"]:
+            lost = [kind for kind in record["kinds"] if f"{family}, {layout}, {kind}" in record["refused"]]
+            cells.append(f"all but {', '.join(lost)}" if lost else "all")
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    said = [f"- {name}: {reason}." for name, reason in record["refused"].items()]
+    refused = [f"- {refusal.kind}: {refusal.reason}." for refusal in REFUSALS]
+    kinds = f"\nThe {len(record['kinds'])} kinds: {', '.join(record['kinds'])}."
+    return "\n".join([*lines, *said, kinds, "\nRefused by name, in every family and layout:\n", *refused]) + "\n"
+
+
+# mark -> what stands between its two comments
+PARTS = {"support": support, "measured": measured}
+
+
 def replaced(text: str) -> str:
-    """The README with its table made anew."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return head + BEGIN + table() + END + tail
+    """The README with its tables made anew."""
+    for mark, part in PARTS.items():
+        begin, end = f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->\n"
+        head, _, rest = text.partition(begin)
+        _, _, tail = rest.partition(end)
+        text = head + begin + part() + end + tail
+    return text
 
 
 if __name__ == "__main__":
