@@ -188,6 +188,11 @@ class Network:
             yield from (Rule(f"{rule.source}.{n}", (section,)) for n, section in parts)
 
 
+def network(text: str, *rules: Rule) -> Network:
+    """The network of these lines of text, as in `under`, and of further rules."""
+    return Network((*rules, *under("", "", text)))
+
+
 def _fill(pattern: str, captures: Mapping[str, str]) -> str:
     for capture, number in captures.items():
         if capture[0] == "{":
