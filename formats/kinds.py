@@ -107,7 +107,9 @@ def _rotated_input(shapes: Shapes) -> Size | None:
 
 
 def _scaled(shapes: Shapes) -> Size | None:
-    return (0, 0) if prod(shapes["weight"]) == max(shapes["weight"], default=0) else None
+    """Numbers for rows or for columns: which, only the value of `on_input` says."""
+    count = prod(shapes["weight"])
+    return (count, 0) if count == max(shapes["weight"], default=0) else None
 
 
 _PAIR = ("alpha", *_DECOMPOSED)
@@ -126,5 +128,5 @@ KINDS: Mapping[str, Kind] = {
     "oft": Kind(("blocks",), ("alpha", "rescale"), _rotated_output, "blocks [n, b, b] or [m, n, b, b]"),
     "oft_v2": Kind(("r",), ("scaled", *_DECOMPOSED), _rotated_input, "[n, b (b - 1) / 2]"),
 }
-# Rotations of the inputs are the same for all rows, so every part of a fused module has the whole of them.
-INPUT_SIDE = frozenset(("oft_v2",))
+# What acts on the inputs is the same for all rows, so every part of a fused module has the whole of it.
+INPUT_SIDE = frozenset(("oft_v2", "ia3"))

@@ -87,9 +87,8 @@ def _networks(family: Family, stem: Stem) -> Iterator[tuple[str, Network]]:
 
 
 def _spans(stem: Stem, rule: Rule) -> tuple[tuple[Span, ...], ...] | None:
-    if stem.kind in INPUT_SIDE and not stem.rows:
-        return ((),) * len(rule.sections)
-    return rule.spans(stem.rows, stem.cols)
+    spans = rule.spans(stem.rows, stem.cols)
+    return ((),) * len(rule.sections) if spans is None and stem.kind in INPUT_SIDE else spans
 
 
 def _entry(component: str, path: str, stem: Stem, rows: tuple[Span, ...] = ()) -> Entry:

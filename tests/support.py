@@ -21,6 +21,7 @@ from difflora.formats.rules import Family, Rule
 RECORD = Path(__file__).parent / "support.json"
 Tensors = dict[str, Tensor]
 D = 16
+UNEVEN = "the file's fused module has parts of different heights, which tensors of this kind do not tell apart"
 
 # layout -> (native or canonical names, the stem that they become)
 LAYOUTS: Mapping[str, tuple[bool, Callable[[str, str], str]]] = {
@@ -102,6 +103,8 @@ def outcome(family: Family, layout: str, kind: str) -> str:
         adapter = difflora.load(tensors, family=family.name)
     except DiffLoRAError as error:
         return str(error).removeprefix("the state dict").strip(": ").split(".")[0]
+    if adapter.uneven:
+        return UNEVEN
     found = {path.removesuffix(".bias") for path in adapter.components[family.denoiser]}
     return "loads" if found == expected else f"changes {sorted(found ^ expected)[:2]}"
 

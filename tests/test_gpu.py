@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import support
 import tiny
 import torch
 
@@ -172,3 +173,26 @@ def test_moves_between_devices_and_dtypes_while_merged() -> None:
     tiny.run(pipe)
     pipe.unload_loras()
     assert same_bits(tiny.weights(pipe), {k: v.bfloat16() if v.is_floating_point() else v for k, v in before.items()})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", support.KINDS)
+def test_every_kind_on_the_gpu(kind: str, dtype: torch.dtype) -> None:
+    """A fused projection of the file on a split model: W + s (W' - W) as the CPU computes it, and the base again."""
+    pipe = tiny.flux_pipeline().to("cuda", dtype)
+    before = tiny.weights(pipe)
+    stem, names = "lora_unet_double_blocks_0_img_attn_qkv", [f"transformer_blocks.0.attn.to_{c}" for c in "qkv"]
+    tensors = support.KINDS[kind](stem, 96, 32)
+    whole = next(iter(difflora.load(tensors, family="flux").components["transformer"].values()))
+    difflora.attach(pipe)
+    pipe.load_lora(tensors, 0.5, name="x", family="flux")
+    on_the_gpu = [pipe.transformer.get_submodule(name).weight.detach().float().cpu() for name in names]
+    pipe.unload_loras()
+    assert same_bits(before, tiny.weights(pipe))
+    on_the_cpu = tiny.flux_pipeline().to(dtype)
+    difflora.attach(on_the_cpu)
+    on_the_cpu.load_lora(tensors, 0.5, name="x", family="flux")
+    for name, found in zip(names, on_the_gpu, strict=True):
+        wanted = on_the_cpu.transformer.get_submodule(name).weight.detach().float()
+        assert not torch.equal(wanted, before[f"transformer.{name}.weight"].float().cpu()), whole.kind
+        torch.testing.assert_close(found, wanted, atol=2e-2 if dtype == torch.bfloat16 else 1e-4, rtol=1e-2)

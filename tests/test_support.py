@@ -11,7 +11,9 @@ from difflora.formats.refusals import REFUSALS
 def test_the_record_is_what_is_measured() -> None:
     measured = support.measure()
     assert measured == json.loads(support.RECORD.read_text())
-    assert measured["refused"] == {} and measured["families"] == [family.name for family in FAMILIES]
+    assert measured["families"] == [family.name for family in FAMILIES]
+    assert set(measured["refused"].values()) == {support.UNEVEN}
+    assert {name.split(", ")[2] for name in measured["refused"]} == {"OFT", "BOFT"}
     assert len(support.LAYOUTS) * len(support.KINDS) > 80
 
 

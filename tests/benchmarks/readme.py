@@ -59,7 +59,7 @@ def support() -> str:
             lost = [kind for kind in record["kinds"] if f"{family}, {layout}, {kind}" in record["refused"]]
             cells.append(f"all but {', '.join(lost)}" if lost else "all")
         lines.append(f"| {family} | {' | '.join(cells)} |")
-    said = [f"- {name}: {reason}." for name, reason in record["refused"].items()]
+    said = [f"\nWhere not all load, {reason}." for reason in dict.fromkeys(record["refused"].values())]
     refused = [f"- {refusal.kind}: {refusal.reason}." for refusal in REFUSALS]
     kinds = f"\nThe {len(record['kinds'])} kinds: {', '.join(record['kinds'])}."
     return "\n".join([*lines, *said, kinds, "\nRefused by name, in every family and layout:\n", *refused]) + "\n"
