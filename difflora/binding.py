@@ -120,6 +120,8 @@ def _misfit(name: str, delta: Delta, want: tuple[int, ...]) -> list[str]:
 
     A 1x1 kernel and a linear layer are the same shape; some kinds keep a kernel flattened; 0 is a size left open.
     """
+    if delta.kind.endswith("oft_v2") and len(want) > 2:
+        return [f"{name}: {delta.kind} of a convolution {list(want)}, which trainers mean differently"]
     have, wanted = _core(delta.shape), _core(want)
     if len(have) == 2 < len(wanted):
         wanted = (wanted[0], prod(wanted[1:]))

@@ -221,3 +221,10 @@ def test_wide_listings_bind_in_a_process_without_a_model() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["494", "False"]
+
+
+def test_a_rotation_of_a_convolutions_inputs_is_refused() -> None:
+    pipe = tiny.sd_pipeline()
+    loaded = difflora.load({"unet.conv_out.oft_R.weight": torch.zeros(2, 6)})
+    with pytest.raises(DiffLoRAError, match=r"unet\.conv_out: oft_v2 of a convolution .* trainers mean differently"):
+        difflora.bind(loaded, pipe)
