@@ -80,9 +80,11 @@ def _glora(shapes: Shapes) -> Size | None:
     one, two = shapes["b1"], shapes["b2"]
     if any(len(shapes[role]) < 2 for role in ("a1", "a2", "b1", "b2")):
         return None
-    if one[1] == two[0]:
+    new, old = one[1] == two[0], two[1] == one[0]
+    # Both fit where the layer is square: the rank is the smaller of the two inner sizes.
+    if new and (not old or one[1] <= two[1]):
         return one[0], two[1]
-    return (two[0], one[1]) if two[1] == one[0] else None
+    return (two[0], one[1]) if old else None
 
 
 def _whole(shapes: Shapes) -> Size | None:
