@@ -1,7 +1,7 @@
 """NVIDIA's Cosmos 1.0 and Cosmos-Predict 2, and Anima, which is the latter behind an adapter for its text encoder."""
 
 from difflora.formats.layouts import DENOISER
-from difflora.formats.rules import Encoder, Family, Network, network, square, under
+from difflora.formats.rules import Encoder, Family, Network, Width, names, network, square, under
 from difflora.formats.text_encoders import T5_ALONE, llama_like
 
 _COSMOS = """
@@ -30,7 +30,14 @@ _CONDITIONER = """
     embed norm out_proj blocks.{i}.norm_{self_attn,cross_attn,mlp} blocks.{i}.mlp.{0,2}
     blocks.{i}.{self,cross}_attn.{q,k,v,o}_proj blocks.{i}.{self,cross}_attn.{q,k}_norm
 """
-_QO = "transformer.transformer_blocks.{i}.attn{1,2}.to_{q,out.0}"
+
+
+def _widths(*hidden: int) -> dict[str, tuple[Width, Width]]:
+    block = "transformer.transformer_blocks.{i}."
+    text = dict.fromkeys(names(block, "attn2.to_{k,v}"), (hidden, 1024))
+    return square(block, "attn1.to_{q,k,v,out.0} attn2.to_{q,out.0}", hidden) | text
+
+
 _ANIMA = (
     Encoder("text_encoder", llama_like(""), ("te", "te1", "text_encoder", "qwen3_06b")),
     Encoder("text_conditioner", network(_CONDITIONER), ("text_conditioner",)),
@@ -38,6 +45,6 @@ _ANIMA = (
     Encoder("text_conditioner", Network(under("llm_adapter.", "", _CONDITIONER), own=False), (DENOISER,)),
 )
 
-COSMOS = Family("cosmos", "transformer", network(_COSMOS), T5_ALONE, square("", _QO, (4096, 5120)), ("cosmos-1",))
-COSMOS2 = Family("cosmos2", "transformer", network(_COSMOS2), T5_ALONE, square("", _QO, (2048, 5120)), ("cosmos",))
-ANIMA = Family("anima", "transformer", network(_COSMOS2), _ANIMA, square("", _QO, 2048), ("anima",))
+COSMOS = Family("cosmos", "transformer", network(_COSMOS), T5_ALONE, _widths(4096, 5120), ("cosmos-1",))
+COSMOS2 = Family("cosmos2", "transformer", network(_COSMOS2), T5_ALONE, _widths(2048, 5120), ("cosmos",))
+ANIMA = Family("anima", "transformer", network(_COSMOS2), _ANIMA, _widths(2048), ("anima",))

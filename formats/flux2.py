@@ -6,7 +6,7 @@ from difflora.formats.text_encoders import T5_ALONE, llama_like
 
 # BFL's blocks without XLabs' processors, which only FLUX.1 has.
 BLOCKS = tuple(rule for rule in (*DOUBLE, *SINGLE) if "processor" not in rule.source)
-JOINT = "attn.to_{q,k,v,out.0,add_out} attn.add_{q,k,v}_proj"
+JOINT = "attn.to_{q,k,v} attn.add_{q,k,v}_proj"
 # The original code bases store (shift, scale), diffusers (scale, shift).
 SWAP = "final_layer.adaLN_modulation.1 = norm_out.linear : D D / 1 0\n"
 _FLUX2 = """
@@ -50,6 +50,7 @@ _WIDTHS = {
     "transformer.single_transformer_blocks.{i}.attn.to_qkv_mlp_proj": ((27648, 36864, 55296), _HIDDEN),
     "transformer.single_transformer_blocks.{i}.attn.to_out": (_HIDDEN, (12288, 16384, 24576)),
 }
+_FLUX3_WIDTHS = square("transformer.single_transformer_blocks.{i}.attn.", "to_{q,k,v}", 3072)
 _QWEN3 = Encoder("text_encoder", llama_like("model."), ("te", "te1", "text_encoder", "qwen3_4b", "qwen3_8b"))
 _MISTRAL3 = Encoder("text_encoder", llama_like("model.language_model."), ("mistral3_24b",))
 _QWEN3_VL = Encoder("text_encoder", llama_like("model.language_model."), ("te", "te1", "text_encoder"))
@@ -58,6 +59,11 @@ _ATTENTION = (rule for rule in DOUBLE if "_attn." in rule.source)
 
 FLUX2 = Family("flux2", "transformer", network(SWAP + _FLUX2, *ENDS, *_ATTENTION), (_QWEN3, _MISTRAL3), _WIDTHS, _MARKS)
 FLUX3 = Family(
-    "flux3", "transformer", network(_FLUX3 + 2 * _FLUX3_BLOCK), (_QWEN3_VL,), {}, ("flux-3", "flux.3", "flux3")
+    "flux3",
+    "transformer",
+    network(_FLUX3 + 2 * _FLUX3_BLOCK),
+    (_QWEN3_VL,),
+    _FLUX3_WIDTHS,
+    ("flux-3", "flux3"),
 )
 CHROMA = Family("chroma", "transformer", network(_CHROMA, *BLOCKS, *ENDS), T5_ALONE, WIDTHS, ("chroma",))

@@ -1,6 +1,6 @@
 """Krea 2: fewer keys and values than queries in its blocks, as many in its text fusion."""
 
-from difflora.formats.rules import Encoder, Family, network, square
+from difflora.formats.rules import Encoder, Family, names, network
 from difflora.formats.text_encoders import llama_like
 
 _TOP = """
@@ -21,7 +21,10 @@ _BLOCK = """
 """
 
 _QWEN3_VL = Encoder("text_encoder", llama_like("language_model."), ("te", "te1", "text_encoder", "qwen3vl_4b"))
-_WIDTHS = square("transformer.transformer_blocks.{i}.", "attn.to_{q,out.0,gate}", 6144)
+_WIDTHS = {
+    "transformer.transformer_blocks.{i}.attn.to_q": (6144, 6144),
+    **dict.fromkeys(names("transformer.transformer_blocks.{i}.", "attn.to_{k,v}"), (1536, 6144)),
+}
 _NETWORK = network(f"{_TOP}\n{_BLOCKS}\n{_BLOCK}\n{_FUSION}\n{_BLOCK}")
 
 KREA2 = Family("krea2", "transformer", _NETWORK, (_QWEN3_VL,), _WIDTHS, ("krea2", "krea-2"))

@@ -51,7 +51,8 @@ _ENCODERS = (
 )
 _SD3_WIDTHS = square(_B, JOINT, (1536, 2432)) | clip_widths("text_encoder", 768) | clip_widths("text_encoder_2", 1280)
 _QWEN_VL = (Encoder("text_encoder", llama_like("model.language_model."), ("te", "te1", "text_encoder", "qwen25_7b")),)
-_SELF, _AURA_WIDTHS = "attn.to_{q,k,v,out.0}", square("transformer.joint_transformer_blocks.{i}.", JOINT, 3072)
+_SELF = "attn.to_{q,k,v}"
+_AURA_WIDTHS = square("transformer.{joint,single}_transformer_blocks.{i}.", _SELF, 3072)
 
 SD3 = Family("sd3", "transformer", network(SWAP + _SD3), _ENCODERS, _SD3_WIDTHS, ("stable-diffusion-3", "sd3"))
 QWEN_IMAGE = Family(
