@@ -188,11 +188,16 @@ def compare(
     assert moved == [], moved
 
 
-def beside(model: nn.Module, changes: Changes, kernel: bool) -> set[str]:
-    """The changes that kernel mode keeps out of the parameters: biases of layers, and weights where there is a form."""
+def beside(model: nn.Module, changes: Changes, mode: str, kernel: bool) -> set[str]:
+    """The changes that a mode keeps out of the parameters.
+
+    In kernel mode biases of layers, and weights where there is a form; in either what a layer has no parameter for.
+    """
     places = {path: _place(model, path) for path in changes}
     layers = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
-    return {p for p, (module, name) in places.items() if isinstance(module, layers) and (kernel or name == "bias")}
+    outside = {p for p, (module, name) in places.items() if isinstance(module, layers) and (kernel or name == "bias")}
+    absent = {p for p, (module, name) in places.items() if module._parameters[name] is None}
+    return absent | (outside if mode == "kernel" else set())
 
 
 @contextmanager
@@ -228,7 +233,7 @@ def check(
             base = expected(model, {}, 0.0)
             held = {name: p.detach().clone() for name, p in model.named_parameters()}
             report = pipe.load_lora(source, 0.0, name="it", mode=mode, **options)
-            outside = beside(model, changes, kernel) if mode == "kernel" else set()
+            outside = beside(model, changes, mode, kernel)
             acting = ("merged" if set(changes) - outside else "", "kernel" if outside else "")
             for strength in strengths:
                 pipe.set_loras({"it": strength})
