@@ -126,6 +126,23 @@ def product(state: Mapping[str, Tensor], stem: str) -> Tensor:
     return up.float() @ down.float()
 
 
+def linear(out: int = 8, width: int = 6, **more: nn.Module) -> nn.Module:
+    """A model of one linear layer, and more; the same every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return tree(blocks__0__lin=nn.Linear(width, out), **more)
+
+
+def held(model: nn.Module, name: str = "blocks.0.lin") -> Tensor:
+    """A copy of a module's weight as it is now."""
+    return model.get_submodule(name).weight.detach().clone()
+
+
+def positive(*shape: int, seed: int = 0) -> Tensor:
+    """Random numbers above one half."""
+    return rand(*shape, seed=seed).abs() + 0.5
+
+
 # ---- what a model is and must be ------------------------------------------------------------------------------------
 
 
