@@ -1,4 +1,4 @@
-"""What tells apart the families that explain a file: the model, published widths, metadata, in this order."""
+"""What tells apart the families that explain a file: the model, published widths, metadata, depths, in this order."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -17,6 +17,7 @@ def narrowed(readings: list[Reading], vocabulary: Vocabulary | None, metadata: M
         lambda family, _: vocabulary is not None and _knows(family, vocabulary),
         lambda family, reading: _published(family, _sizes(reading, vocabulary)),
         lambda family, _: any(text.startswith(family.marks) for text in said),
+        _filled,
     )
     for test in tests:
         if len(readings) > 1:
@@ -28,6 +29,16 @@ def _knows(family: Family, vocabulary: Vocabulary) -> bool:
     """Whether the family has a name for every module of the model's denoiser."""
     modules = vocabulary.shapes.get(family.denoiser, {})
     return bool(modules) and all(family.network.find(*outline(path), flat=False) for path in modules)
+
+
+def _filled(family: Family, reading: Reading) -> bool:
+    """Whether the last layer that the file names is the family's last, wherever the number of layers is published."""
+    last: dict[str, int] = {}
+    for entry in reading.entries:
+        for start in family.depths:
+            if entry.component == family.denoiser and entry.path.startswith(start):
+                last[start] = max(last.get(start, 0), int(entry.path[len(start) :].split(".")[0]))
+    return bool(last) and all(family.depths[start] == number + 1 for start, number in last.items())
 
 
 def _published(family: Family, sizes: Iterable[tuple[str, Shape]]) -> bool:

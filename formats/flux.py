@@ -61,6 +61,7 @@ WIDTHS: dict[str, tuple[int | None, int | None]] = {
     **{f"transformer.{_D}{ff}.net.0.proj": (12288, 3072) for ff in ("ff", "ff_context")},
     f"transformer.{_S}proj_mlp": (12288, 3072),
 }
+DEPTHS = {"transformer_blocks.": 19, "single_transformer_blocks.": 38}
 
 FLUX = Family(
     name="flux",
@@ -77,4 +78,5 @@ FLUX = Family(
     },
     marks=("flux-1", "flux.1", "flux1"),
     widens=("x_embedder",),
+    depths=DEPTHS,
 )

@@ -1,6 +1,6 @@
 """What came after FLUX.1: FLUX.2 dev and klein, FLUX.3, Chroma.  Blocks have no modulation of their own any more."""
 
-from difflora.formats.flux import DOUBLE, ENDS, SINGLE, WIDTHS
+from difflora.formats.flux import DEPTHS, DOUBLE, ENDS, SINGLE, WIDTHS
 from difflora.formats.rules import Encoder, Family, names, network, square
 from difflora.formats.text_encoders import T5_ALONE, llama_like
 
@@ -66,4 +66,4 @@ FLUX3 = Family(
     _FLUX3_WIDTHS,
     ("flux-3", "flux3"),
 )
-CHROMA = Family("chroma", "transformer", network(_CHROMA, *BLOCKS, *ENDS), T5_ALONE, WIDTHS, ("chroma",))
+CHROMA = Family("chroma", "transformer", network(_CHROMA, *BLOCKS, *ENDS), T5_ALONE, WIDTHS, ("chroma",), depths=DEPTHS)

@@ -89,7 +89,13 @@ _VIDEO_MARKS = ("hunyuan-video", "hunyuan_video", "framepack")
 _DOUBLE = (rule for rule in BLOCKS if rule in DOUBLE)
 
 HUNYUAN_VIDEO = Family(
-    "hunyuan-video", "transformer", network(_SHARED + _SINGLE + _VIDEO, *BLOCKS), _LLAMA, WIDTHS, _VIDEO_MARKS
+    "hunyuan-video",
+    "transformer",
+    network(_SHARED + _SINGLE + _VIDEO, *BLOCKS),
+    _LLAMA,
+    WIDTHS,
+    _VIDEO_MARKS,
+    depths={"transformer_blocks.": 20, "single_transformer_blocks.": 40},
 )
 HUNYUAN_VIDEO15 = Family(
     name="hunyuan-video-1.5",

@@ -216,7 +216,8 @@ class Family:
     `widths` are published sizes (rows, columns; any of a tuple; None: any) by `component.path` pattern, used for
     nothing but telling families apart.  `marks` are how metadata begin that name the family.  `slotted` are the rules
     that count instead in files with PEFT's adapter name in the keys.  `widens` are modules whose input an adapter may
-    widen (control LoRAs).  `experts` are further components with the denoiser's modules.
+    widen (control LoRAs).  `experts` are further components with the denoiser's modules.  `depths` are published
+    numbers of layers by what their paths begin with: the last evidence, for files that fill them.
     """
 
     name: str
@@ -228,6 +229,7 @@ class Family:
     slotted: tuple[Rule, ...] = ()
     widens: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
+    depths: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def in_slots(self) -> Network:

@@ -16,8 +16,9 @@ EXPLAINED = {
     "flux_kohya_sdscripts_doc": ("kohya", "flux", 494),
     "flux_lora_diffusers_format": ("diffusers", "flux", 494),
     "flux_diffusers_aitoolkit_sdscripts_doc": ("diffusers", "flux", 494),
-    "flux_lora_diffusers_base_model_format": ("peft", "flux", 381),
-    "flux_lora_aitoolkit_format": ("comfy", "flux", 418),
+    # Without modulation: Chroma has the same modules.
+    "flux_lora_diffusers_base_model_format": ("peft", "flux|chroma", 381),
+    "flux_lora_aitoolkit_format": ("comfy", "flux|chroma", 418),
     "generated/sdxl_kohya_sgm": ("kohya", "sdxl", 722),
     "generated/sdxl_kohya_diffusers_names_te": ("kohya", "sdxl", 986),
     # A UNet whose cross-attention is 96 wide: none of the published families, and the same modules in each.
@@ -37,9 +38,14 @@ EXPLAINED = {
     "flux_dora_onetrainer_format": ("kohya", "flux", 506),
     "flux_lora_xlabs_format": ("bare", "flux", 24),
     "flux_lycoris_lokr_wrapper": ("lycoris", "flux", 30),
-    "flux_lokr_bfl_format": ("comfy", "flux", 11),
-    # Two projections of Qwen-Image, which FLUX.1 has too, by the same names and widths: portable.
-    "qwen_image_lora_diffusers_format": ("bare", "flux", 3),
+    # Shapes that fit no model: FLUX.2, which keeps linear1 whole, has the fewest rows that do not add up.
+    "flux_lokr_bfl_format": ("comfy", "flux2", 8),
+    "anima_lora_kohya_format": ("kohya", "cosmos2|anima", 11),
+    "anima_lora_lokr_format": ("comfy", "cosmos2|anima", 3),
+    "anima_lora_peft_format": ("comfy", "cosmos2|anima", 6),
+    "krea2_lora_kohya_format": ("kohya", "krea2", 40),
+    # Two projections, which all of these have by the same names and widths.
+    "qwen_image_lora_diffusers_format": ("bare", "flux|flux2|chroma|qwen-image|hunyuan-video", 3),
 }
 
 

@@ -196,13 +196,13 @@ def test_a_tensor_of_another_kind_beside_the_factors() -> None:
             {**pair(FLAT), **pair("lora_unet_double_blocks_0_img_attn_gate")},
             [
                 "flux comes closest",
-                "lacks 1 of its 2 modules, then sd1, which lacks 2: lora_unet_double_blocks_0_img_attn_gate",
+                "lacks 1 of its 2 modules, then flux2, which lacks 1: lora_unet_double_blocks_0_img_attn_gate",
             ],
             id="a module that no family has",
         ),
         pytest.param(
-            {**pair(FLAT), **pair(f"{FLAT[:-4]}qkv", 24), **pair("lora_te2_text_model_encoder_layers_0_mlp_fc1")},
-            ["flux comes closest and lacks 1 of its 3 modules", ": lora_te2_text_model"],
+            {**pair(FLAT), **pair(f"{FLAT[:-4]}qkv", 24), **pair("lora_te4_text_model_encoder_layers_0_mlp_fc1")},
+            ["flux comes closest and lacks 1 of its 3 modules", ": lora_te4_text_model"],
             id="an encoder that the family has not",
         ),
         pytest.param(

