@@ -6,10 +6,12 @@ import functools
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import published
 import pytest
 import tiny
 import torch
@@ -74,6 +76,20 @@ def lycoris_unet() -> Any:
     return SimpleNamespace(components={"unet": unet})
 
 
+def published_model(name: str) -> Callable[[], Any]:
+    """A family's transformer from the configuration that tests/formats/models names."""
+
+    @functools.cache
+    def build() -> Any:
+        entry = json.loads((KEYS.parent / "models" / f"{name}.json").read_text())["models"][0]
+        with torch.device("meta"):
+            return SimpleNamespace(
+                components={entry["component"]: published.model_class(entry["class"]).from_config(entry["config"])}
+            )
+
+    return build
+
+
 # listing -> (model, modules of the model that it changes)
 BOUND = {
     "flux_lora_kohya_format": (flux, 494),
@@ -100,6 +116,8 @@ BOUND = {
     "flux_dora_onetrainer_format": (flux_and_encoders, 506),
     "flux_lora_xlabs_format": (flux, 24),
     "flux_lycoris_lokr_wrapper": (flux, 30),
+    "krea2_lora_kohya_format": (published_model("krea2"), 40),
+    "qwen_image_lora_diffusers_format": (published_model("qwen_image"), 3),
 }
 
 
@@ -126,6 +144,27 @@ def test_every_key_is_explained_and_bound(name: str) -> None:
     assert len(held) == len(listing(name)), "a key of the file is in no delta"
     assert report.unmatched == ()
     assert len(report.matched) == modules
+
+
+# Samples that were made up: Anima's cross-attention reads 1024 columns, its low-rank modulation has 256 rows.
+INVENTED = {
+    "anima_lora_kohya_format": "norm2.linear_1: [2048, 2048] in the file, [256, 2048] in the model",
+    "anima_lora_peft_format": "attn2.to_k: [2048, 2048] in the file, [2048, 1024] in the model",
+    "anima_lora_lokr_format": "attn2.to_k: [16384, 16384] in the file, [2048, 1024] in the model",
+}
+
+
+def test_every_listing_is_bound_or_has_invented_shapes() -> None:
+    files = {str(path.relative_to(KEYS).with_suffix("")) for path in KEYS.rglob("*.json") if path.parent.name != "maps"}
+    assert files == BOUND.keys() | INVENTED.keys() | {"flux_lokr_bfl_format"}
+
+
+@pytest.mark.parametrize("name", INVENTED)
+def test_invented_sizes_of_anima_are_refused_with_both_shapes(name: str) -> None:
+    loaded = adapter(name)
+    with pytest.raises(DiffLoRAError) as caught:
+        difflora.bind(loaded, published_model("anima")())
+    assert INVENTED[name] in str(caught.value)
 
 
 def test_invented_shapes_are_explained_and_refused_with_both_shapes() -> None:
