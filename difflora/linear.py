@@ -155,6 +155,8 @@ def _convolved(term: Term, a: Tensor, module: Any, input: Tensor, around: tuple[
 
 def runs(section: Section) -> bool:
     """Whether kernel mode has a form for the section; what has none acts in the weights alone."""
+    if section.wide:
+        return False
     if section.name == "bias":
         return not section.delta.needs_base
     return isinstance(section.delta, LowRank) or section.delta.low_rank() is not None
