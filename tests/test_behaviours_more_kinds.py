@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import tiny
 import torch
 from behaving import attached, check, held, linear, pair, positive, product, rand, restored, unchanged
 from torch import Tensor, nn
 
 import difflora
+from difflora import DiffLoRAError
 
 LIN = "transformer.blocks.0.lin"
 Files = dict[str, Tensor]
@@ -163,3 +167,166 @@ def test_row_51_other_storage_types_are_read_as_numbers() -> None:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16):
         state = {k: v.to(dtype) for k, v in pair(LIN, 8, 6).items()}
         check(linear(), state, {"blocks.0.lin": product(state, LIN)})
+
+
+# ---- words (textual inversion) --------------------------------------------------------------------------------------
+
+UNET_Q = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
+WORD, PROMPT = "sks", "a sks cat"
+
+
+def encoded(pipe: Any, prompt: str) -> tuple[Tensor, ...]:
+    """Everything that the pipeline's text encoders make of a prompt."""
+    with torch.no_grad():
+        made = pipe.encode_prompt(prompt, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False)
+    return tuple(tensor for tensor in made if tensor is not None)
+
+
+def words(pipe: Any) -> list[tuple[Any, Any]]:
+    """The tokenizers and tables of a pipeline, as objects."""
+    parts = [(getattr(pipe, f"tokenizer{n}"), getattr(pipe, f"text_encoder{n}")) for n in ("", "_2")
+             if getattr(pipe, f"tokenizer{n}", None) is not None]  # fmt: skip
+    return [(tokenizer, encoder.get_input_embeddings()._parameters["weight"]) for tokenizer, encoder in parts]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_row_49_words_in_a_file_are_those_of_load_textual_inversion(count: int, sd: Any) -> None:
+    """The pair and the word load; a prompt with it is what diffusers makes of the same vectors; all is undone."""
+    theirs, vectors = tiny.sd_pipeline(), rand(count, 16, size=1.0)
+    theirs.load_textual_inversion(vectors if count > 1 else vectors[0], token=WORD)
+    out, width = sd.unet.get_submodule("mid_block.attentions.0.transformer_blocks.0.attn1.to_q").weight.shape
+    state = {**pair(UNET_Q, out, width), f"bundle_emb.{WORD}.clip_l": vectors}
+    base, plain, own = encoded(sd, PROMPT), encoded(sd, "a cat"), words(sd)
+    pipe = difflora.attach(sd)
+    with restored(pipe):
+        report = pipe.load_lora(state, name="it")
+        assert len(report.matched) == 1 and report.unmatched == ()
+        (tokenizer, table), (before, short) = words(pipe)[0], own[0]
+        assert len(tokenizer) == len(before) + count and table.shape[0] == short.shape[0] + count
+        assert WORD not in before.get_vocab()
+        for given, wanted in zip(encoded(pipe, PROMPT), encoded(theirs, PROMPT), strict=True):
+            torch.testing.assert_close(given, wanted, rtol=0, atol=1e-6)
+        assert (encoded(pipe, PROMPT)[0] - base[0]).abs().max() > 1e-3
+        torch.testing.assert_close(encoded(pipe, "a cat")[0], plain[0], rtol=0, atol=0)
+        for undo in (lambda: pipe.set_loras({}), pipe.unload_loras):
+            undo()
+            assert [a is b for one, two in zip(words(pipe), own, strict=True) for a, b in zip(one, two, strict=True)]
+            assert words(pipe)[0][0] is before and words(pipe)[0][1] is short
+            assert torch.equal(encoded(pipe, PROMPT)[0], base[0])
+            if "it" in [state.name for state in pipe.loras]:
+                pipe.set_loras({"it": 1.0})
+    assert torch.equal(encoded(pipe, PROMPT)[0], base[0])
+
+
+def test_row_49_words_of_both_encoders_of_sdxl(sdxl: Any) -> None:
+    """clip_l is for the first, clip_g for the second; words of two adapters stand beside each other."""
+    theirs = tiny.sdxl_pipeline()
+    vectors = {(word, n): rand(2, 16, seed=seed, size=1.0)
+               for seed, (word, n) in enumerate((w, n) for w in ("sks", "zwx") for n in ("", "_2"))}  # fmt: skip
+    for (word, n), value in vectors.items():
+        encoder, tokenizer = getattr(theirs, f"text_encoder{n}"), getattr(theirs, f"tokenizer{n}")
+        theirs.load_textual_inversion(value, token=word, text_encoder=encoder, tokenizer=tokenizer)
+    stem = "lora_te2_text_model_encoder_layers_0_mlp_fc1"
+    states = {w: {**pair(stem, 24, 16), f"bundle_emb.{w}.clip_l": vectors[w, ""],
+                  f"bundle_emb.{w}.clip_g": vectors[w, "_2"]} for w in ("sks", "zwx")}  # fmt: skip
+    pipe, own = difflora.attach(sdxl), words(sdxl)
+    with restored(pipe):
+        for word, state in states.items():
+            pipe.load_lora(state, {"text_encoder_2": 0.0}, name=word)
+        prompt = "zwx and sks"
+        for given, wanted in zip(encoded(pipe, prompt), encoded(theirs, prompt), strict=True):
+            torch.testing.assert_close(given, wanted, rtol=0, atol=1e-5)
+        pipe.unload_lora("sks")
+        assert words(pipe)[0][1].shape[0] == own[0][1].shape[0] + 2
+        with pytest.raises(DiffLoRAError, match="already"):
+            pipe.load_lora(states["zwx"], name="again")
+        pipe.unload_loras()
+    assert all(a is b for one, two in zip(words(pipe), own, strict=True) for a, b in zip(one, two, strict=True))
+
+
+def test_row_49_words_that_fit_nowhere_are_refused(sd: Any) -> None:
+    """Another width, NaN, a word that the tokenizer has, an encoder that is not there: refused by name."""
+    out, width = sd.unet.get_submodule("mid_block.attentions.0.transformer_blocks.0.attn1.to_q").weight.shape
+    factors, pipe = pair(UNET_Q, out, width), difflora.attach(sd)
+    own, good = words(sd), rand(1, 16)
+    for name, value, match in (
+        (f"{WORD}.clip_l", rand(1, 17), f"{WORD}.*17"), (f"{WORD}.clip_l", good * float("nan"), "NaN or infinite"),
+        ("a.clip_l", good, "already"), (f"{WORD}.clip_g", good, "clip_g"), (f"{WORD}.t5", good, "t5xxl"),
+        (f"{WORD}.clip_l_out", good, "output embedding"),
+    ):  # fmt: skip
+        unchanged(pipe, {**factors, f"bundle_emb.{name}": value}, match)
+        assert words(pipe)[0] == own[0]
+
+
+# ---- control LoRAs: wider inputs ------------------------------------------------------------------------------------
+
+
+def control(pipe: Any) -> tuple[Files, Files]:
+    """A control LoRA in BFL's names, and the changes that it makes to a tiny FLUX.1: x_embedder's has more columns."""
+    transformer, stem = pipe.transformer, "double_blocks.0.img_attn."
+    wide = 2 * transformer.config.in_channels
+    state = {**pair("img_in", 32, wide), "img_in.lora_B.bias": rand(32, seed=3),
+             **pair(stem + "qkv", 96, 32, seed=4), stem + "qkv.lora_B.bias": rand(96, seed=5),
+             stem + "norm.query_norm.scale": positive(16, seed=6)}  # fmt: skip
+    block = "transformer_blocks.0.attn."
+    changes = {"x_embedder": product(state, "img_in"), "x_embedder.bias": rand(32, seed=3),
+               f"{block}norm_q": positive(16, seed=6) - held(transformer, f"{block}norm_q")}  # fmt: skip
+    for name, rows, more in zip("qkv", product(state, stem + "qkv").chunk(3), rand(96, seed=5).chunk(3), strict=True):
+        changes |= {f"{block}to_{name}": rows, f"{block}to_{name}.bias": more}
+    return state, changes
+
+
+@pytest.mark.parametrize("mode", ["merged", "kernel", "auto"])
+def test_a_control_lora_widens_the_input_while_it_acts(mode: str, flux: Any) -> None:
+    """The old columns keep their weight, the new ones start at zero; norms are replaced; unloading undoes all of it."""
+    pipe, model, original = difflora.attach(flux), flux.transformer, flux.transformer.x_embedder.weight
+    state, changes = control(pipe)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with restored(pipe):
+        pipe.load_lora(state, 0.0, name="it", mode=mode)
+        for undo in (lambda: pipe.set_loras({}), pipe.unload_loras):
+            for strength in (1.0, 0.5):
+                pipe.set_loras({"it": strength})
+                assert (model.config.in_channels, model.x_embedder.in_features) == (32, 32)
+                x = rand(3, 32, seed=9, size=1.0)
+                for path, columns in (("x_embedder", 16), ("transformer_blocks.0.attn.to_k", 32)):
+                    base, given = before[f"{path}.weight"], x[:, :32] if path == "x_embedder" else x
+                    full = torch.nn.functional.pad(base, (0, 32 - columns)) + strength * changes[path]
+                    wanted = given @ full.T + before[f"{path}.bias"] + strength * changes[f"{path}.bias"]
+                    torch.testing.assert_close(model.get_submodule(path)(given), wanted, rtol=1e-5, atol=1e-5)
+                norm = before["transformer_blocks.0.attn.norm_q.weight"]
+                wanted = norm + strength * changes["transformer_blocks.0.attn.norm_q"]
+                torch.testing.assert_close(held(model, "transformer_blocks.0.attn.norm_q"), wanted, rtol=0, atol=1e-6)
+            undo()
+            assert (model.config.in_channels, model.x_embedder.in_features) == (16, 16)
+            assert model.x_embedder.weight is original
+            assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_a_control_lora_beside_an_ordinary_one(flux: Any) -> None:
+    """An adapter for the narrow input acts on the first columns of the wide one, in whatever order they come."""
+    pipe, model = difflora.attach(flux), flux.transformer
+    state, changes = control(pipe)
+    narrow = pair("transformer.x_embedder", 32, 16, seed=7)
+    base, x = held(model, "x_embedder"), rand(3, 32, seed=9, size=1.0)
+    alone = base + 0.5 * product(narrow, "transformer.x_embedder")
+    wide = torch.nn.functional.pad(alone, (0, 16)) + changes["x_embedder"]
+    bias = model.x_embedder.bias.detach() + changes["x_embedder.bias"]
+    for order in (("control", "narrow"), ("narrow", "control")):
+        for mode in ("merged", "kernel"):
+            with restored(pipe):
+                for name in order:
+                    source, weight = {"control": (state, 1.0), "narrow": (narrow, 0.5)}[name]
+                    pipe.load_lora(source, weight, name=name, mode=mode)
+                torch.testing.assert_close(model.x_embedder(x), x @ wide.T + bias, rtol=1e-5, atol=1e-5)
+                pipe.unload_lora("control")
+                given = x[:, :16] @ alone.T + model.x_embedder.bias
+                torch.testing.assert_close(model.x_embedder(x[:, :16]), given, rtol=1e-5, atol=1e-5)
+                pipe.unload_loras()
+
+
+def test_wider_inputs_that_no_family_knows_are_refused(flux: Any) -> None:
+    """Only where a family says so may a file have more columns than the model."""
+    stem = "transformer.transformer_blocks.0.attn.to_q"
+    unchanged(difflora.attach(flux), pair(stem, 32, 64), r"\[32, 64\] in the file, \[32, 32\] in the model")
+    unchanged(difflora.attach(flux), pair("transformer.x_embedder", 32, 8), r"\[32, 8\] in the file")
