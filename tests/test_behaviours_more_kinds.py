@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from behaving import attached, check, held, linear, pair, positive, product, rand, restored, unchanged
+from diffusers import FluxControlPipeline
 from torch import Tensor, nn
 
 import difflora
@@ -330,3 +331,29 @@ def test_wider_inputs_that_no_family_knows_are_refused(flux: Any) -> None:
     stem = "transformer.transformer_blocks.0.attn.to_q"
     unchanged(difflora.attach(flux), pair(stem, 32, 64), r"\[32, 64\] in the file, \[32, 32\] in the model")
     unchanged(difflora.attach(flux), pair("transformer.x_embedder", 32, 8), r"\[32, 8\] in the file")
+
+
+@pytest.mark.parametrize("mode", ["merged", "kernel"])
+def test_a_control_pipeline_draws_what_a_wide_model_draws(mode: str, flux: Any) -> None:
+    """The pipeline reads the number of channels from the config: its picture is that of a model built wide."""
+    state, changes = control(flux)
+    made = tiny.flux_transformer(in_channels=32, out_channels=16)
+    values = {n: p.detach().clone() for n, p in flux.transformer.named_parameters()}
+    values["x_embedder.weight"] = torch.nn.functional.pad(values["x_embedder.weight"], (0, 16))
+    for path, change in changes.items():
+        name = path if path in values else f"{path}.weight"
+        values[name] = values[name] + 0.5 * change
+    made.load_state_dict(values)
+    parts = {name: part for name, part in flux.components.items() if name not in ("image_encoder", "feature_extractor")}
+    wanted = controlled(FluxControlPipeline(**{**parts, "transformer": made}))
+    pipe = difflora.attach(FluxControlPipeline(**parts))
+    with restored(pipe):
+        pipe.load_lora(state, 0.5, mode=mode)
+        torch.testing.assert_close(controlled(pipe), wanted, rtol=1e-4, atol=1e-5)
+        pipe.unload_loras()
+
+
+def controlled(pipe: Any) -> Tensor:
+    pipe.set_progress_bar_config(disable=True)
+    return tiny.run(pipe, control_image=torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(1)),
+                    num_inference_steps=1, max_sequence_length=8)  # fmt: skip
