@@ -88,6 +88,8 @@ _DIT_WIDTHS = square("transformer.blocks.{i}.", "attn{1,2}.to_{q,out.0}", 1408)
 _VIDEO_MARKS = ("hunyuan-video", "hunyuan_video", "framepack")
 _DOUBLE = (rule for rule in BLOCKS if rule in DOUBLE)
 
+_DEPTHS = {"transformer_blocks.": 20, "single_transformer_blocks.": 40}
+
 HUNYUAN_VIDEO = Family(
     "hunyuan-video",
     "transformer",
@@ -95,7 +97,7 @@ HUNYUAN_VIDEO = Family(
     _LLAMA,
     WIDTHS,
     _VIDEO_MARKS,
-    depths={"transformer_blocks.": 20, "single_transformer_blocks.": 40},
+    depths=_DEPTHS,
 )
 HUNYUAN_VIDEO15 = Family(
     name="hunyuan-video-1.5",
@@ -112,5 +114,6 @@ HUNYUAN_IMAGE = Family(
     (_QWEN_VL, _BYT5),
     _IMAGE_WIDTHS,
     ("hunyuan-image",),
+    depths=_DEPTHS,
 )
 HUNYUAN_DIT = Family("hunyuan-dit", "transformer", network(SWAP + _DIT), _BERT_T5, _DIT_WIDTHS, ("hunyuandit",))

@@ -24,12 +24,15 @@ _EMBEDDER = ("emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2",
 UNKNOWN = {
     "ltx2": [f"{prompt}.{name}" for prompt in ("audio_prompt_adaln", "prompt_adaln") for name in _EMBEDDER],
     "mochi": ["transformer_blocks.1.norm1_context.linear_1"],
-    "sana": [f"time_embed.{kind}_embedder.linear_{n}" for kind in ("guidance", "timestep") for n in (1, 2)],
-    "wan": ["condition_embedder.image_embedder.pos_embed"],
+    "sana": [
+        *(f"time_embed.{kind}_embedder.linear_{n}" for kind in ("guidance", "timestep") for n in (1, 2)),
+        *(f"transformer_blocks.{i}.attn{n}.norm_{name}" for i in (0, 1) for n in (1, 2) for name in "qk"),
+    ],
+    "wan": ["condition_embedder.image_embedder.pos_embed", "fps_projection.net.0.proj", "fps_projection.net.2"],
 }
 CONVERTED = [name for name, converter in CONVERTERS.items() if hasattr(single_file_utils, converter)]
 STEP = 1 << 20  # more rows than any module has
-LAYER = re.compile(r"^(.*?(?:blocks|layers|refiner|image|image_cond)\.)([0-9]+)\.")
+LAYER = re.compile(r"^(.*?(?:blocks|layers|norms|refiner|image|image_cond)\.)([0-9]+)(?![^.])")
 
 
 class Checkpoint(dict[str, torch.Tensor]):
@@ -64,15 +67,10 @@ def first_and_last(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 
 
 def fed(known: Case, shapes: Mapping[str, Shape]) -> list[tuple[str, tuple[str, ...], Rule]]:
-    """(native name, its sections, the rule) of every matrix, in each of its spellings."""
-    names = [
-        (source, parts, rule)
-        for rule in known.family.network.rules
-        for source, parts in instances(rule, shapes)
-        if len(shapes[parts[0]]) > 1
-    ]
+    """(native name, its sections, the rule) of every module, in each of its spellings."""
+    names = [(source, parts, rule) for rule in known.family.network.rules for source, parts in instances(rule, shapes)]
     named = {part for _, parts, _ in names for part in parts}
-    kept = [path for path, shape in shapes.items() if len(shape) > 1 and path not in named]
+    kept = [path for path in shapes if path not in named]
     return names + [(path, (path,), Rule(path, (path,))) for path in kept]
 
 
@@ -89,8 +87,11 @@ def test_rows_go_where_the_converter_puts_them(name: str) -> None:
         names = fed(known, shapes)
         prefix = "net." if name == "cosmos" else ""
         marked = {
-            f"{prefix}{source}{'' if parts[0] in ends else '.weight'}": marks(n, sum(shapes[part][0] for part in parts))
+            f"{prefix}{source}{end}": marks(n, sum(shapes[part][0] for part in parts))
             for n, (source, parts, _) in enumerate(names)
+            for end in (
+                [""] if parts[0] in ends else [".weight"] if len(shapes[parts[0]]) > 1 else [".weight", ".scale"]
+            )
         }
         converted = getattr(single_file_utils, CONVERTERS[name])(Checkpoint(marked), config={})
         placed = set()
@@ -100,11 +101,10 @@ def test_rows_go_where_the_converter_puts_them(name: str) -> None:
                 continue
             source, parts, rule = names[int(tensor[0, 0]) // STEP - 1]
             rows = tensor[:, 0] % STEP
-            spans = rule.spans(sum(shapes[part][0] for part in parts), shapes[parts[0]][1])
+            spans = rule.spans(sum(shapes[part][0] for part in parts), [*shapes[parts[0]], 0][1])
             assert path in parts, (path, source)
             assert spans is not None
             blocks = spans[parts.index(path)] or ((0, shapes[path][0]),)
             assert torch.equal(rows, torch.cat([torch.arange(*block) for block in blocks])), (path, source)
             placed.add(path)
-        missing = {path for path, shape in shapes.items() if len(shape) > 1} - placed
-        assert missing <= set(UNKNOWN.get(name, ()))
+        assert shapes.keys() - placed <= set(UNKNOWN.get(name, ()))
