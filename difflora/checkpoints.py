@@ -97,6 +97,23 @@ def opened(root: Path, family: str | None, components: Iterable[str], wanted: It
     )
 
 
+def read_as(root: Path, component: str, family: str | None) -> Checkpoint:
+    """The checkpoint at `root` as one component, by the names of `family`, or (None) by the model's own.
+
+    Raises DiffLoRAError for what is no checkpoint, and for a family that is not known.
+    """
+    known = {one.name: one for one in FAMILIES}
+    if family is not None and family not in known:
+        raise DiffLoRAError(f"family={family!r} is not known. Expected one of {', '.join(known)}.")
+    parts = _parts(root, [component])
+    files = {file: contents(file) for _, file in parts}
+    chosen_family = known[family] if family else None
+    pieces: dict[tuple[str, str], Piece] = {}
+    for name, file in parts:
+        pieces.update(_pieces(files[file][1], name, chosen_family, [component]))
+    return Checkpoint(root, files, pieces)
+
+
 def _parts(root: Path, components: list[str]) -> list[tuple[str | None, Path]]:
     """(component, or None for a file that may hold several, weight file) of every file that may be changed."""
     if root.is_file():
