@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 KOHYA = ("lora_down.weight", "lora_up.weight")
 PEFT = ("lora_A.weight", "lora_B.weight")
