@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from difflora.formats.errors import DiffLoRAError
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from difflora.kernels.reference import Block
     from difflora.kinds import Delta
+    from difflora.writing import Layout
 
 __all__ = [
     "Adapter",
@@ -64,6 +66,23 @@ class Adapter:
     vectors: tuple[Vectors, ...] = ()
     widens: frozenset[tuple[str, str]] = frozenset()
     uneven: tuple[str, ...] = ()
+
+    def save(
+        self,
+        path: str | Path,
+        layout: Layout = "diffusers",
+        *,
+        metadata: Mapping[str, str] | None = None,
+        force: bool = False,
+    ) -> Path:
+        """Write the adapter in a layout ("diffusers", "kohya", "peft", "comfy"); the file or folder that now holds it.
+
+        It is there whole or not at all.  `metadata` is added to the adapter's own.  Raises DiffLoRAError for what is
+        there already unless `force`, and for what the layout cannot hold.
+        """
+        from difflora.writing import save
+
+        return save(self, path, layout, metadata=metadata, force=force)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -17,6 +17,7 @@ from difflora.containers import entry, ordered, write
 from difflora.deltas import Cut, Dense
 from difflora.drafts import placed
 from difflora.formats.errors import DiffLoRAError, some
+from difflora.formats.evidence import FAMILY
 from difflora.formats.match import explain
 from difflora.functions import Replacement
 from difflora.joining import solid
@@ -100,7 +101,19 @@ def contents(adapter: Adapter, layout: Layout, metadata: Mapping[str, str] | Non
     else:
         tensors, header = alphas_restored(tensors, header)
     _check_names(adapter, tensors, layout)
+    header |= _family_noted(adapter, tensors, header)
     return {"": Content(tensors, rehashed(tensors, header))}
+
+
+def _family_noted(adapter: Adapter, tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> dict[str, str]:
+    """The family as a field of the header, where a reader without a model could not tell it otherwise."""
+    if adapter.family is None:
+        return {}
+    try:
+        read = explain({key: tuple(tensor.shape) for key, tensor in tensors.items()}, metadata=header)
+    except DiffLoRAError:
+        return {FAMILY: adapter.family}
+    return {} if read.family == adapter.family else {FAMILY: adapter.family}
 
 
 def _each(adapter: Adapter) -> Iterator[tuple[str, str, Delta]]:

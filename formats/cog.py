@@ -13,13 +13,14 @@ _VIDEO = """
 """
 _VIEW = "time_condition_embed.{timestep,condition}_embedder.linear_{1,2}"
 _WIDE = names("transformer.transformer_blocks.{i}.", "attn1.to_{q,k,v,out.0}")
+_FEED = "transformer.transformer_blocks.{i}.ff.net.0.proj"
 
 COGVIDEOX = Family(
     name="cogvideox",
     denoiser="transformer",
     network=Network(names=names("", _NAMES + _VIDEO)),
     encoders=T5_ALONE,
-    widths=dict.fromkeys(_WIDE, ((1920, 3072), (1920, 3072))),
+    widths=dict.fromkeys(_WIDE, ((1920, 3072), (1920, 3072))) | {_FEED: ((7680, 12288), (1920, 3072))},
     marks=("cogvideo",),
 )
 COGVIEW4 = Family(

@@ -8,14 +8,18 @@ from difflora.formats.rules import Family, Width, outline
 from difflora.formats.vocabulary import Vocabulary
 
 _METADATA = ("modelspec.architecture", "ss_base_model_version")
+# What our own files say: names of families, joined by bars.
+FAMILY = "difflora.family"
 
 
 def narrowed(readings: list[Reading], vocabulary: Vocabulary | None, metadata: Mapping[str, str]) -> list[Reading]:
     """The readings that each kind of evidence in turn speaks for; all of them where it speaks for none."""
     said = [metadata.get(name, "").lower() for name in _METADATA]
+    own = metadata.get(FAMILY, "").split("|")
     tests: tuple[Callable[[Family, Reading], bool], ...] = (
         lambda family, _: vocabulary is not None and _knows(family, vocabulary),
         lambda family, reading: _published(family, _sizes(reading, vocabulary)),
+        lambda family, _: family.name in own,
         lambda family, _: any(text.startswith(family.marks) for text in said),
         _filled,
     )

@@ -8,7 +8,10 @@ Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 Size = tuple[int, int]
 
+Sizing = Callable[[Shapes], Size | None]
+
 _DECOMPOSED = ("magnitude", "dora_scale")
+_ALSO = ", and one magnitude a row or a column if any"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class Kind:
 
     needs: tuple[str, ...]
     may: tuple[str, ...]
-    size: Callable[[Shapes], Size | None]
+    size: Sizing
     expected: str
 
     def missing(self, roles: Mapping[str, str]) -> str | None:
@@ -37,54 +40,70 @@ class Kind:
 
 def _lora(shapes: Shapes) -> Size | None:
     """DyLoRA leaves out the ones of a convolution's up; beside a core (mid) the core has the kernel."""
-    down, up, mid = shapes["down"], shapes["up"], shapes.get("mid", ())
-    if len(down) < 2 or len(up) < 2 or not down[0] == up[1] > 0 or not {*up[2:]} <= {1}:
+    down, up, mid = shapes["down"], shapes["up"], shapes.get("mid")
+    if len(down) < 2 or len(up) < 2 or not down[0] == up[1] > 0 or not _ones(up):
         return None
-    if mid and (mid[:2] != (up[1], down[0]) or not {*down[2:]} <= {1}):
+    if mid is not None and (mid[:2] != (up[1], down[0]) or not _ones(down)):
         return None
     return up[0], down[1]
 
 
+def _ones(shape: Shape) -> bool:
+    """Whether a matrix is all that the shape means: [o, i], or [o, i, 1, 1]."""
+    return {*shape[2:]} <= {1}
+
+
 def _loha(shapes: Shapes) -> Size | None:
     """A Tucker core (t1, t2) goes with transposed `a` factors."""
-    sizes = set()
+    sizes, kernels = set(), set()
     for n in "12":
         a, b, core = shapes[f"w{n}_a"], shapes[f"w{n}_b"], shapes.get(f"t{n}")
-        if (core is None) != (f"t{3 - int(n)}" not in shapes) or len(a) != 2 or len(b) != 2:
+        if len(a) != 2 or len(b) != 2:
             return None
-        rank, rows = a if core else a[::-1]
-        if rank != b[0] or rank == 0 or (core and core[:2] != (rank, rank)):
+        rank, rows = a[::-1] if core is None else a
+        if rank != b[0] or rank == 0 or (core is not None and core[:2] != (rank, rank)):
             return None
         sizes.add((rows, b[1]))
-    return sizes.pop() if len(sizes) == 1 else None
+        kernels.add(core and core[2:])
+    return sizes.pop() if len(sizes) == len(kernels) == 1 else None
 
 
 def _factor(shapes: Shapes, name: str, core: Shape | None) -> Size | None:
-    """(rows, columns) of a whole or factored Kronecker factor."""
+    """(rows, columns) of a whole or factored Kronecker factor, which is not both."""
+    a, b = shapes.get(f"{name}_a"), shapes.get(f"{name}_b")
     if name in shapes:
-        return shapes[name][:2] if len(shapes[name]) >= 2 and 0 not in shapes[name] else None  # type: ignore[return-value]
-    a, b = shapes[f"{name}_a"], shapes[f"{name}_b"]
-    if len(a) != 2 or len(b) < 2:
+        whole = len(shapes[name]) >= 2 and 0 not in shapes[name] and a is b is core is None
+        return (shapes[name][0], shapes[name][1]) if whole else None
+    if a is None or b is None or len(a) != 2 or len(b) < 2 or (core is not None and len(b) > 2):
         return None
-    rank, rows = a if core else a[::-1]
-    return (rows, b[1]) if rank == b[0] > 0 and (not core or core[:2] == (rank, rank)) else None
+    rank, rows = a[::-1] if core is None else a
+    return (rows, b[1]) if rank == b[0] > 0 and (core is None or core[:2] == (rank, rank)) else None
 
 
 def _lokr(shapes: Shapes) -> Size | None:
+    """The second factor alone has the kernel."""
     one, two = _factor(shapes, "w1", None), _factor(shapes, "w2", shapes.get("t2"))
-    return (one[0] * two[0], one[1] * two[1]) if one and two else None
+    flat = _ones(shapes.get("w1", ())) and len(shapes.get("w1_b", ())) <= 2
+    return (one[0] * two[0], one[1] * two[1]) if one and two and flat else None
 
 
 def _glora(shapes: Shapes) -> Size | None:
-    """b1 [out, r] and b2 [r, in]; the first files have the two the other way round."""
-    one, two = shapes["b1"], shapes["b2"]
-    if any(len(shapes[role]) < 2 for role in ("a1", "a2", "b1", "b2")):
-        return None
-    new, old = one[1] == two[0], two[1] == one[0]
-    # Both fit where the layer is square: the rank is the smaller of the two inner sizes.
-    if new and (not old or one[1] <= two[1]):
-        return one[0], two[1]
-    return (two[0], one[1]) if old else None
+    """b1 [out, r] and b2 [r, in]; the first files have the two the other way round, and a1 and a2 too.
+
+    Both fit where the layer is square: the rank is the smaller of the two inner sizes.
+    """
+    pairs = [tuple(shapes[role] for role in roles) for roles in (("a1", "a2", "b1", "b2"), ("a2", "a1", "b2", "b1"))]
+    core = shapes.get("bm")
+    fitting = [(b1[1], (b1[0], b2[1])) for a1, a2, b1, b2 in pairs if _glora_fits(a1, a2, b1, b2, core)]
+    return min(fitting, key=lambda found: found[0])[1] if fitting else None
+
+
+def _glora_fits(a1: Shape, a2: Shape, b1: Shape, b2: Shape, core: Shape | None) -> bool:
+    if min(map(len, (a1, a2, b1, b2))) < 2 or not all(map(_ones, (a1, a2, b1))):
+        return False
+    rank, cols = b1[1], b2[1]
+    inner = b2[0] == rank and a1[:2] == (cols, rank) and a2[:2] == (rank, cols)
+    return inner and (core is None or (core[:2] == (rank, rank) and _ones(b2)))
 
 
 def _whole(shapes: Shapes) -> Size | None:
@@ -94,8 +113,14 @@ def _whole(shapes: Shapes) -> Size | None:
 
 
 def _rotated_output(shapes: Shapes) -> Size | None:
-    *_, count, size, other = (0, *shapes["blocks"])
-    return (count * size, 0) if len(shapes["blocks"]) in (3, 4) and size == other > 0 else None
+    """The stages of BOFT pair half blocks, each twice as far apart as in the one before."""
+    blocks = shapes["blocks"]
+    if len(blocks) not in (3, 4) or not blocks[-2] == blocks[-1] > 0:
+        return None
+    *stages, count, size, _ = blocks
+    rows = count * size
+    paired = not stages or (size % 2 == 0 and count % 2 ** (stages[0] - 1) == 0)
+    return (rows, 0) if paired and prod(shapes.get("rescale", (rows,))) == rows else None
 
 
 def _rotated_input(shapes: Shapes) -> Size | None:
@@ -104,8 +129,13 @@ def _rotated_input(shapes: Shapes) -> Size | None:
         return None
     count, numbers = shapes["r"]
     size = round((1 + (1 + 8 * numbers) ** 0.5) / 2)
-    rows = next((prod(shapes[role]) for role in _DECOMPOSED if role in shapes), 0)
-    return (rows, count * size if count > 1 else 0) if numbers and size * (size - 1) == 2 * numbers else None
+    if not numbers or size * (size - 1) != 2 * numbers:
+        return None
+    role, shape = next(((role, shapes[role]) for role in _DECOMPOSED if role in shapes), ("", (0,)))
+    by_input, found = _by_input(role, shape, 0), prod(shape)
+    if by_input and (found % size if count == 1 else found != count * size):
+        return None
+    return 0 if by_input else found, count * size if count > 1 else found if by_input else 0
 
 
 def _scaled(shapes: Shapes) -> Size | None:
@@ -114,13 +144,50 @@ def _scaled(shapes: Shapes) -> Size | None:
     return (count, 0) if count == max(shapes["weight"], default=0) else None
 
 
+def _by_input(role: str, shape: Shape, rows: int) -> bool:
+    """Whether magnitudes are those of the columns of a weight with so many rows: [1, in, ...] is, [1, 1] of one row not."""
+    return role == "dora_scale" and len(shape) > 1 and shape[0] == 1 and (prod(shape) > 1 or rows > 1)
+
+
+def _decomposed(size: Sizing, table: bool = False) -> Sizing:
+    """`size`, and None where magnitudes beside the tensors are not one a row or one a column of what these make.
+
+    The columns of a flattened kernel are more.  `table`: the factors of an embedding are those of its transpose.
+    """
+
+    def fitting(shapes: Shapes) -> Size | None:
+        found, roles = size(shapes), [role for role in _DECOMPOSED if role in shapes]
+        if found is None or not roles:
+            return found
+        role, shape = roles[0], shapes[roles[0]]
+        rows, cols = found[::-1] if table else found
+        by_input = table if role == "magnitude" else _by_input(role, shape, rows)
+        have, want = prod(shape), cols if by_input else rows
+        flat = by_input and "down" not in shapes and have and want % have == 0
+        return found if len(roles) == 1 and (have == want or flat) else None
+
+    return fitting
+
+
 _PAIR = ("alpha", *_DECOMPOSED)
 KINDS: Mapping[str, Kind] = {
-    "lora": Kind(("down", "up"), ("mid", *_PAIR), _lora, "down [r, in, ...] and up [out, r] of one rank r"),
-    "lora_embedding": Kind(("down", "up"), _PAIR, _lora, "A [r, tokens] and B [width, r] of one rank r"),
-    "loha": Kind(("w1_a", "w1_b", "w2_a", "w2_b"), ("t1", "t2", *_PAIR), _loha, "w_a [out, r] and w_b [r, in], twice"),
+    "lora": Kind(
+        ("down", "up"), ("mid", *_PAIR), _decomposed(_lora), "down [r, in, ...] and up [out, r] of one rank r" + _ALSO
+    ),
+    "lora_embedding": Kind(
+        ("down", "up"), _PAIR, _decomposed(_lora, table=True), "A [r, tokens] and B [width, r] of one rank r" + _ALSO
+    ),
+    "loha": Kind(
+        ("w1_a", "w1_b", "w2_a", "w2_b"),
+        ("t1", "t2", *_PAIR),
+        _decomposed(_loha),
+        "w_a [out, r] and w_b [r, in], twice" + _ALSO,
+    ),
     "lokr": Kind(
-        ("w1|w1_a w1_b", "w2|w2_a w2_b"), ("t2", *_PAIR), _lokr, "w1, w2: whole, or w_a [o, r] and w_b [r, i]"
+        ("w1|w1_a w1_b", "w2|w2_a w2_b"),
+        ("t2", *_PAIR),
+        _decomposed(_lokr),
+        "w1, w2: whole, or w_a [o, r] and w_b [r, i]" + _ALSO,
     ),
     "glora": Kind(("a1", "a2", "b1", "b2"), ("bm", "alpha"), _glora, "a1 [in, r], a2 [r, in], b1 [out, r], b2 [r, in]"),
     "ia3": Kind(("weight", "on_input"), (), _scaled, "one number a row or a column"),
@@ -128,7 +195,7 @@ KINDS: Mapping[str, Kind] = {
     "lora_bias": Kind(("diff",), ("down", "alpha"), _whole, "one number a row"),
     "set": Kind(("value",), ("alpha",), _whole, "a tensor of the parameter's shape"),
     "oft": Kind(("blocks",), ("alpha", "rescale"), _rotated_output, "blocks [n, b, b] or [m, n, b, b]"),
-    "oft_v2": Kind(("r",), ("scaled", *_DECOMPOSED), _rotated_input, "[n, b (b - 1) / 2]"),
+    "oft_v2": Kind(("r",), ("scaled", *_DECOMPOSED), _rotated_input, "[n, b (b - 1) / 2]" + _ALSO),
 }
 # What acts on the inputs is the same for all rows, so every part of a fused module has the whole of it.
 INPUT_SIDE = frozenset(("oft_v2", "ia3"))

@@ -1,6 +1,6 @@
 """Mochi 1: x is the picture, y the text."""
 
-from difflora.formats.rules import Family, Network, under
+from difflora.formats.rules import Family, Network, names, under
 from difflora.formats.text_encoders import T5_ALONE
 
 # Halves change places where Mochi stores (shift, scale), or the value before its gate.
@@ -28,5 +28,6 @@ MOCHI = Family(
     denoiser="transformer",
     network=Network(rules=(*under("blocks.{i}.", "transformer_blocks.{i}.", _BLOCK), *under("", "", _TOP))),
     encoders=T5_ALONE,
+    widths=dict.fromkeys(names("transformer.transformer_blocks.{i}.attn1.", "to_{q,k,v,out.0}"), (3072, 3072)),
     marks=("mochi",),
 )
