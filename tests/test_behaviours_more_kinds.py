@@ -345,6 +345,19 @@ def test_a_control_lora_beside_an_ordinary_one(flux: Any) -> None:
                 pipe.unload_loras()
 
 
+def test_a_control_lora_for_another_component(flux: Any) -> None:
+    """Sent to the second transformer, it widens that one and leaves the first alone."""
+    state, changes = control(flux)
+    pipe = attached(flux.transformer, transformer_2=tiny.flux_transformer())
+    first, second = pipe.transformer, pipe.transformer_2
+    wanted = torch.nn.functional.pad(held(second, "x_embedder"), (0, 16)) + changes["x_embedder"]
+    with restored(pipe):
+        pipe.load_lora(state, component="transformer_2")
+        assert (first.config.in_channels, second.config.in_channels) == (16, 32)
+        torch.testing.assert_close(held(second, "x_embedder"), wanted, rtol=0, atol=1e-6)
+        pipe.unload_loras()
+
+
 def test_wider_inputs_that_no_family_knows_are_refused(flux: Any) -> None:
     """Only where a family says so may a file have more columns than the model."""
     stem = "transformer.transformer_blocks.0.attn.to_q"
