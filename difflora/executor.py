@@ -107,10 +107,12 @@ class Executor:
         merging: Plan = {}
         beside: Plan = {}
         for place, parts in asked.items():
-            fixed = self.masters(place) is None
+            fixed, owner = self.masters(place) is None, self.target(place).module
             # A widened input takes every change of the weight inside.
             apart = not any(section.wide for section, _, _ in parts)
-            outside = tuple((s, w) for s, w, mode in parts if fixed or (apart and mode == "kernel" and linear.runs(s)))
+            outside = tuple(
+                (s, w) for s, w, mode in parts if fixed or (apart and mode == "kernel" and linear.runs(s, owner))
+            )
             inside = tuple((s, w) for s, w, _ in parts if (s, w) not in outside)
             merging.update({place: inside} if inside else {})
             module = place[1].removesuffix(".bias")

@@ -20,7 +20,7 @@ from difflora.deltas import LowRank
 from difflora.formats.errors import DiffLoRAError
 from difflora.kernels import reference
 from difflora.slots import innermost, is_own, swap
-from difflora.targets import CONV
+from difflora.targets import CONV, weight_shape
 from difflora.types import Section, Stack
 
 _STATE = "_difflora"
@@ -153,9 +153,9 @@ def _convolved(term: Term, a: Tensor, module: Any, input: Tensor, around: tuple[
     return F.pad(part, (*(0, 0) * spatial, *around)) if any(around) else part
 
 
-def runs(section: Section) -> bool:
-    """Whether kernel mode has a form for the section; what has none acts in the weights alone."""
-    if section.wide:
+def runs(section: Section, module: nn.Module) -> bool:
+    """Whether kernel mode has a form for the section of this module; what has none acts in the weights alone."""
+    if section.wide or weight_shape(module) is None:
         return False
     if section.name == "bias":
         return not section.delta.needs_base

@@ -6,7 +6,7 @@ Tensors come memory-mapped and stay as the file has them: raw alpha, own dtype, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from difflora import peft_config
+from difflora.deltas import LowRank, number, tensors
 from difflora.formats.errors import DiffLoRAError, some
 from difflora.formats.match import explain
 from difflora.formats.rules import Entry
 from difflora.kinds import build
+from difflora.products import Kronecker
 from difflora.sources import Hub, Place, locate
 from difflora.types import Adapter, Vectors
 
@@ -155,7 +157,7 @@ def normalise(
             whole[keys] = _delta(entry, raw, scales)
         delta = whole[keys].rows(entry.rows) if entry.rows else whole[keys]
         components.setdefault(entry.component, {})[entry.path] = delta
-    widens, notes = frozenset(found.widens), found.notes
+    widens, notes = frozenset(found.widens), (*found.notes, *_remarks(found.entries, whole))
     if component is None and (expert := _expert(raw.name, components, model or {})):
         component, notes = expert, (*notes, f"for {expert}, as its name says low noise")
     if component:
@@ -169,9 +171,46 @@ def normalise(
     )  # fmt: skip
 
 
+def _remarks(entries: Sequence[Entry], whole: Mapping[tuple[str, ...], Delta]) -> Iterator[str]:
+    """What a reader of the file should know about its scales, though they are read as they are."""
+    idle = [keys[0] for keys, delta in whole.items() if isinstance(delta, Kronecker) and delta.idle_alpha]
+    if idle:
+        yield f"the alpha of {len(idle)} LoKr modules with whole factors means nothing: scale 1 ({some(idle)})"
+    parts: dict[tuple[str, ...], list[tuple[tuple[int, int], ...]]] = {}
+    for entry in entries:
+        if entry.kind == "lora" and entry.rows:
+            parts.setdefault(tuple(entry.keys.values()), []).append(entry.rows)
+    weak = [keys[0] for keys, rows in parts.items() if _alpha_of_one(whole[keys], rows)]
+    if weak:
+        yield (
+            f"{len(weak)} fused modules have the factors of their parts side by side and the alpha of one part "
+            f"({some(weak)}): applied as written, though they may be meant to act as many times as strongly"
+        )
+
+
+def _alpha_of_one(delta: Delta, parts: Sequence[tuple[tuple[int, int], ...]]) -> bool:
+    """Whether `up` is block-diagonal and alpha was not raised with the rank, as one trainer saves split projections."""
+    if not isinstance(delta, LowRank) or delta.alpha is None or any(t.is_meta for t in tensors(delta)):
+        return False
+    count = len(parts)
+    if count < 2 or delta.rank % count or number(delta.alpha) * count > delta.rank:
+        return False
+    step = delta.rank // count
+    return all(
+        not bool(delta.up[start:stop].flatten(1)[:, [r for r in range(delta.rank) if r // step != n]].any())
+        for n, blocks in enumerate(sorted(parts))
+        for start, stop in blocks
+    )
+
+
 def _delta(entry: Entry, raw: Raw, scales: Mapping[str, Scaling]) -> Delta:
     """The delta of an entry, over all the rows that the file has for it."""
     held = {role: raw.tensors[key] for role, key in entry.keys.items()}
+    for role, tensor in held.items():
+        if tensor.is_complex():
+            raise DiffLoRAError(
+                f"{raw.source}: {entry.keys[role]} is stored as {tensor.dtype}; expected floating-point numbers."
+            )
     delta = build(entry.kind, held)
     scaling = scales.get(entry.component) or scales.get("")
     if scaling is None or "alpha" in held or entry.kind not in _SCALED:

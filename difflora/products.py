@@ -118,6 +118,11 @@ class Kronecker:
         return one[:2], _size(self.w2, self.w2_a, self.w2_b, self.t2)
 
     @property
+    def idle_alpha(self) -> bool:
+        """Whether the file gives an alpha that scales nothing, since both factors are whole."""
+        return self.alpha is not None and not (self.r or self.rank)
+
+    @property
     def scale(self) -> float:
         """alpha / r; 1 without an alpha, and where both factors are whole unless a config gave `r`."""
         rank = self.r or self.rank

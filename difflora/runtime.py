@@ -117,10 +117,10 @@ class Engine:
             for section in sections
         ]
         fixed = [(place, section) for place, section in places if self.executor.masters(place) is None]
-        _refuse_fixed(held, fixed)
-        inside = [section for _, section in places if mode == "kernel" and not linear.runs(section)]
-        if inside:
-            kinds = some(sorted({section.delta.kind for section in inside}))
+        inside = [place for place in places if not linear.runs(place[1], self.executor.target(place[0]).module)]
+        _refuse_fixed(held, fixed, inside)
+        if inside and mode == "kernel":
+            kinds = some(sorted({section.delta.kind for _, section in inside}))
             note = f"{len(inside)} of its changes ({kinds}) have no kernel form and act in the weights"
             held = replace(held, report=replace(held.report, notes=(*held.report.notes, note)))
         return held
@@ -334,8 +334,8 @@ class Engine:
         return asked
 
 
-def _refuse_fixed(held: Loaded, fixed: list[tuple[Place, Section]]) -> None:
-    """DiffLoRAError for what would have to be written into parameters that cannot be written exactly."""
+def _refuse_fixed(held: Loaded, fixed: list[tuple[Place, Section]], inside: list[tuple[Place, Section]]) -> None:
+    """DiffLoRAError for what would have to be written into parameters that cannot be: `inside` has no kernel form."""
     why = "cannot be written exactly (quantised, fp8, sharded or on disk)"
     stuck = [".".join(place) for place, section in fixed if section.name != "bias"]
     if held.mode == "merged" and stuck:
@@ -343,7 +343,7 @@ def _refuse_fixed(held: Loaded, fixed: list[tuple[Place, Section]]) -> None:
             f"{held.report.name!r} asks for mode='merged', but {len(stuck)} weights {why}: {some(stuck)}. "
             "Use mode='auto' or mode='kernel'."
         )
-    merged_only = [(place, section) for place, section in fixed if not linear.runs(section)]
+    merged_only = [place for place in fixed if place in inside]
     if merged_only:
         kinds = some(sorted({section.delta.kind for _, section in merged_only}))
         raise DiffLoRAError(
