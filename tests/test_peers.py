@@ -74,6 +74,8 @@ def counts(files: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, int]]:
             wrong = [case for case in meant if files[case.name][library] != "right"]
             found[table][f"rows right in {library}"] = len({c.row for c in meant} - {c.row for c in wrong})
             found[table][f"files right in {library}"] = len(meant) - len(wrong)
+            silent = [case for case in wrong if files[case.name][library].startswith("changes")]
+            found[table][f"files wrong without an error in {library}"] = len(silent)
     return found
 
 
