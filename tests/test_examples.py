@@ -17,6 +17,7 @@ PICTURES = {
     "mix": ("mix-both.png", "mix-blocks.png", "mix-base.png"),
     "per_call": ("active.png", "call.png", "base.png"),
     "port": ("ported.png",),
+    "files": (),
 }
 
 

@@ -57,7 +57,7 @@ def kohya_file(folder: Path, pipe: Any) -> Path:
 def test_reading_copies_nothing_and_loading_copies_each_tensor_once(flux: Any, tmp_path: Path) -> None:
     file = kohya_file(tmp_path, flux)
     with Count() as count:
-        adapter = difflora.load(file)
+        adapter = difflora.load(file, family="flux")
     assert sum(count.operators[name] for name in COPIES) == 0, count.operators
     assert len(adapter.components["transformer"]) == 3 + 1 + 4 + 1 + 1
 

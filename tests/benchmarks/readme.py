@@ -61,8 +61,19 @@ def support() -> str:
         lines.append(f"| {family} | {' | '.join(cells)} |")
     said = [f"\nWhere not all load, {reason}." for reason in dict.fromkeys(record["refused"].values())]
     refused = [f"- {refusal.kind}: {refusal.reason}." for refusal in REFUSALS]
+    peers = read("tests/peers.json")
+    silent, refused_there = peers["counts"]["silent"], peers["counts"]["refused"]
+    compared = (
+        f"\nOf {silent['rows']} sorts of file that diffusers {peers['versions']['diffusers']} loads without a word and "
+        f"wrongly, difflora gives the right change for {silent['rows right in difflora']} and diffusers for "
+        f"{silent['rows right in diffusers']}; of {refused_there['rows']} that it refuses though they mean something, "
+        f"difflora for {refused_there['rows right in difflora']} and diffusers for "
+        f"{refused_there['rows right in diffusers']} (`tests/test_peers.py` measures both)."
+    )
     kinds = f"\nThe {len(record['kinds'])} kinds: {', '.join(record['kinds'])}."
-    return "\n".join([*lines, *said, kinds, "\nRefused by name, in every family and layout:\n", *refused]) + "\n"
+    return (
+        "\n".join([*lines, *said, kinds, compared, "\nRefused by name, in every family and layout:\n", *refused]) + "\n"
+    )
 
 
 # mark -> what stands between its two comments
