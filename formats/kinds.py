@@ -145,7 +145,7 @@ def _scaled(shapes: Shapes) -> Size | None:
 
 
 def _by_input(role: str, shape: Shape, rows: int) -> bool:
-    """Whether magnitudes are those of the columns of a weight with so many rows: [1, in, ...] is, [1, 1] of one row not."""
+    """Whether magnitudes are those of the columns of a weight with `rows`: [1, in, ...], but [1, 1] of one row."""
     return role == "dora_scale" and len(shape) > 1 and shape[0] == 1 and (prod(shape) > 1 or rows > 1)
 
 
@@ -186,8 +186,8 @@ KINDS: Mapping[str, Kind] = {
     "lokr": Kind(
         ("w1|w1_a w1_b", "w2|w2_a w2_b"),
         ("t2", *_PAIR),
-        _decomposed(_lokr),
-        "w1, w2: whole, or w_a [o, r] and w_b [r, i]" + _ALSO,
+        _lokr,
+        "w1, w2: whole, or w_a [o, r] and w_b [r, i]",
     ),
     "glora": Kind(("a1", "a2", "b1", "b2"), ("bm", "alpha"), _glora, "a1 [in, r], a2 [r, in], b1 [out, r], b2 [r, in]"),
     "ia3": Kind(("weight", "on_input"), (), _scaled, "one number a row or a column"),

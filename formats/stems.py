@@ -1,5 +1,6 @@
 """From the keys of a file to its deltas, as spelled there: complete, nothing left over, no family known yet."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,10 @@ from difflora.formats.refusals import REFUSALS, REFUSED_HEADS, REFUSED_TAILS, Re
 from difflora.formats.rules import outline
 
 _LONGEST_ENDING = 4  # names, as in `___.layer.lora_down.weight`
+# Letters that only patterns have, and numbers of no layer.
+_NO_MODULE = re.compile(r"[#{}\x00-\x1f]|[0-9]{10}")
+_LONGEST_TEXT = 500
+_MOST_AXES = 5  # of a three-dimensional convolution
 _BEGINNINGS: Mapping[str, Refusal | str] = {**layouts.IGNORED_HEADS, **REFUSED_HEADS}
 _ENDINGS: Mapping[str, Leaf | Refusal | str] = {**LEAVES, **REFUSED_TAILS, **layouts.IGNORED}
 
@@ -100,7 +105,7 @@ def _tensors(shapes: Mapping[str, Shape], source: str) -> tuple[list[_Tensor], t
         text, ending, meaning = _ending(key, parts, shapes)
         if vector:
             vectors.append(vector)
-        elif isinstance(meaning, Leaf) and text:
+        elif isinstance(meaning, Leaf) and _names_module(text):
             if 0 in shapes[key]:
                 ignored.setdefault(layouts.EMPTY, []).append(key)
             else:
@@ -114,8 +119,8 @@ def _tensors(shapes: Mapping[str, Shape], source: str) -> tuple[list[_Tensor], t
     _refuse(refused, source)
     if unknown:
         raise DiffLoRAError(
-            f"{source}: {some(unknown)}: not the name of an adapter's tensor. Expected a module path followed by "
-            ".lora_down.weight and .lora_up.weight, or .lora_A.weight and .lora_B.weight, with or without .alpha."
+            f"{source}: {some(map(_short, unknown))}: not the name of an adapter's tensor. Expected a module path "
+            "followed by .lora_down.weight and .lora_up.weight, or .lora_A.weight and .lora_B.weight, with or without .alpha."
         )
     if not tensors:
         raise DiffLoRAError(
@@ -125,6 +130,14 @@ def _tensors(shapes: Mapping[str, Shape], source: str) -> tuple[list[_Tensor], t
     notes = [f"left aside: {reason} ({some(keys)})" for reason, keys in sorted(ignored.items())]
     notes += [f"slot name {slot!r} removed" for slot in slots if slot is not None]
     return tensors, tuple(vectors), tuple(notes)
+
+
+def _names_module(text: str) -> bool:
+    return 0 < len(text) <= _LONGEST_TEXT and not _NO_MODULE.search(text)
+
+
+def _short(key: str) -> str:
+    return key if len(key) <= _LONGEST_TEXT else f"{key[:80]}... ({len(key)} letters)"
 
 
 def _vector(key: str) -> Vector | None:
@@ -247,11 +260,14 @@ def _stem(
     keys |= {role: key for role, key in shared.items() if kind.knows(role) and role not in keys}
     _complete(kinds[0], keys, tensors, source)
     found = {role: shapes[key] for role, key in keys.items()}
+    for role, shape in found.items():
+        if len(shape) > _MOST_AXES:
+            raise DiffLoRAError(f"{source}: {keys[role]} has {len(shape)} axes. Expected at most {_MOST_AXES}.")
     size = kind.size(found)
     if size is None:
         described = ", ".join(f"{keys[role]} {list(shape)}" for role, shape in found.items() if role != "alpha")
         raise DiffLoRAError(f"{source}: {described} do not fit together. Expected {kind.expected}.")
-    for role in ("alpha", "on_input"):
+    for role in ("alpha", "on_input", "scaled"):
         if found.get(role, ()) not in ((), (1,)):
             raise DiffLoRAError(f"{source}: {keys[role]} has shape {list(found[role])}. Expected one number.")
     slotted = any(tensor.slotted for tensor in tensors)
