@@ -120,7 +120,8 @@ def _tensors(shapes: Mapping[str, Shape], source: str) -> tuple[list[_Tensor], t
     if unknown:
         raise DiffLoRAError(
             f"{source}: {some(map(_short, unknown))}: not the name of an adapter's tensor. Expected a module path "
-            "followed by .lora_down.weight and .lora_up.weight, or .lora_A.weight and .lora_B.weight, with or without .alpha."
+            "followed by .lora_down.weight and .lora_up.weight, or .lora_A.weight and .lora_B.weight, with or without "
+            ".alpha."
         )
     if not tensors:
         raise DiffLoRAError(
