@@ -64,11 +64,14 @@ def support() -> str:
     peers = read("tests/peers.json")
     silent, refused_there = peers["counts"]["silent"], peers["counts"]["refused"]
     compared = (
-        f"\nOf {silent['rows']} sorts of file that diffusers {peers['versions']['diffusers']} loads without a word and "
-        f"wrongly, difflora gives the right change for {silent['rows right in difflora']} and diffusers for "
-        f"{silent['rows right in diffusers']}; of {refused_there['rows']} that it refuses though they mean something, "
-        f"difflora for {refused_there['rows right in difflora']} and diffusers for "
-        f"{refused_there['rows right in diffusers']} (`tests/test_peers.py` measures both)."
+        f"\nBeside diffusers {peers['versions']['diffusers']}, one process, tiny models of every family: of "
+        f"{silent['files']} files of the {silent['rows']} sorts that it is known to read wrongly, diffusers is right with "
+        f"{silent['files right in diffusers']} and changes the model wrongly or not at all, without an error, with "
+        f"{silent['files wrong without an error in diffusers']}; difflora is right with "
+        f"{silent['files right in difflora']}. Of {refused_there['files']} files of {refused_there['rows']} sorts that it "
+        f"refuses, difflora loads {refused_there['files right in difflora']} rightly and refuses "
+        f"{refused_there['files'] - refused_there['files right in difflora']}, which holds no adapter "
+        "(`tests/test_peers.py`)."
     )
     kinds = f"\nThe {len(record['kinds'])} kinds: {', '.join(record['kinds'])}."
     return (
