@@ -35,10 +35,8 @@ def kept(metadata: Mapping[str, str], added: Mapping[str, str] | None) -> dict[s
 
 def alphas_noted(metadata: Mapping[str, str], deltas: Iterable[Any]) -> dict[str, str]:
     """The metadata, with the type and shape of the alphas where these are not what we would write."""
-    found = {
-        (alpha.dtype, tuple(alpha.shape)) if isinstance(alpha, torch.Tensor) else None
-        for alpha in (delta.alpha for delta in deltas)
-    }
+    alphas = (delta.alpha for delta in deltas)
+    found = {(alpha.dtype, tuple(alpha.shape)) for alpha in alphas if isinstance(alpha, torch.Tensor)}
     form = found.pop() if len(found) == 1 else None
     if form is None or form == _USUAL:
         return dict(metadata)

@@ -109,5 +109,13 @@ def oft(deltas: Mapping[str, InputRotation], component: str) -> dict[str, Any]:
             f"PEFT's OFT has blocks of one size, shared in all modules or none, and no magnitudes; not: {some(deltas)}."
             " Save with layout='diffusers'."
         )
-    fields = {"use_cayley_neumann": True, "num_cayley_neumann_terms": 5, "bias": "none", "coft": False}
-    return {"peft_type": "OFT", "r": 0, "oft_block_size": blocks.pop(), "block_share": shared.pop(), **fields}
+    # 0.18 is where PEFT's series became what it is.
+    fields = {"use_cayley_neumann": True, "num_cayley_neumann_terms": 5, "bias": "none", "peft_version": "0.18.0"}
+    return {
+        "peft_type": "OFT",
+        "coft": False,
+        "r": 0,
+        "oft_block_size": blocks.pop(),
+        "block_share": shared.pop(),
+        **fields,
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from difflora.deltas import Dense, LowRank, number
@@ -90,7 +91,8 @@ def whole(deltas: Deltas, component: str) -> tuple[dict[str, Tensor], dict[str, 
         if own:
             _refuse_rest({p: d for p, d in deltas.items() if p not in own}, component, kind.__name__)
             fields = config(own, component)
-            tensors = {f"{p}.{end}": t for p, d in own.items() for end, t in lycoris(d).items() if end != "alpha"}
+            bare = {p: replace(d, r=None) if isinstance(d, Kronecker) else d for p, d in own.items()}
+            tensors = {f"{p}.{end}": t for p, d in bare.items() for end, t in lycoris(d).items() if end != "alpha"}
             return _unscaled(tensors, own), {"target_modules": targets(own, component), **fields}
     _refuse_rest(deltas, component, "any adapter")
     raise AssertionError("a component without changes")

@@ -106,5 +106,6 @@ def peft(delta: Delta, path: str) -> dict[str, Tensor]:
         named = {"lora_A.weight": pair.down, "lora_B.weight": pair.up.reshape(*pair.up.shape[:2], *kernel)}
     if isinstance(delta, DoRA):
         flat = delta.magnitude.flatten()
-        named["lora_magnitude_vector"] = flat.reshape(1, -1, 1, 1) if pair.down.ndim > 2 else flat
+        # Without the last word diffusers leaves it out in text encoders.
+        named["lora_magnitude_vector.weight"] = flat.reshape(1, -1, 1, 1) if pair.down.ndim > 2 else flat
     return named

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from difflora import deltas as algebra
 from difflora.claims import CONFIG, alphas_noted, alphas_restored, kept, rehashed
-from difflora.containers import entry, ordered, write
+from difflora.containers import entry as stored
+from difflora.containers import ordered, write
 from difflora.deltas import Cut, Dense
 from difflora.drafts import placed
 from difflora.formats.errors import DiffLoRAError, some
@@ -72,7 +73,7 @@ def save(
 
 
 def _write(path: Path, file: Content) -> None:
-    write(path, ordered({key: entry(tensor) for key, tensor in file.tensors.items()}), file.metadata)
+    write(path, ordered({key: stored(tensor) for key, tensor in file.tensors.items()}), file.metadata)
 
 
 def state_dict(adapter: Adapter, layout: Layout = "diffusers") -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -143,11 +144,15 @@ def _check_names(adapter: Adapter, tensors: Mapping[str, Tensor], layout: str) -
         return
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     read = explain(shapes, source=f"{adapter.source} as {layout}", family=adapter.family)
-    wrong = {(e.component, e.path) for e in read.entries} ^ {(c, path) for c, path, _ in _each(adapter)}
+    wanted = {(component, path) for component, path, _ in _each(adapter)}
+    places = {(entry.component, entry.path): tuple(entry.keys.values()) for entry in read.entries}
+    # A fused module has zeros for the parts that the adapter does not change.
+    beside = {keys for place, keys in places.items() if place in wanted}
+    wrong = {*(wanted - places.keys()), *(place for place in places.keys() - wanted if places[place] not in beside)}
     if wrong or read.uneven:
-        named_twice = some(".".join(place) for place in sorted(wrong))
+        unnamed = some(".".join(place) for place in sorted(wrong))
         raise DiffLoRAError(
-            f"{adapter.source}: the {layout} layout has no name of its own for {named_twice}{'; '.join(read.uneven)}. "
+            f"{adapter.source}: the {layout} layout has no name of its own for {unnamed}{'; '.join(read.uneven)}. "
             "Save with layout='diffusers'."
         )
 
