@@ -358,6 +358,18 @@ def test_a_control_lora_for_another_component(flux: Any) -> None:
         pipe.unload_loras()
 
 
+def test_a_control_lora_needs_weights_that_can_be_written(flux: Any) -> None:
+    """Wider inputs have no form beside the weight: named in the report, and refused on fp8 weights."""
+    state, _ = control(flux)
+    assert "(lora, set) have no kernel form" in str(difflora.attach(flux).load_lora(state, mode="kernel").notes)
+    other = tiny.flux_pipeline()
+    other.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32, skip_modules_pattern=("norm",))
+    pipe = difflora.attach(other)
+    with pytest.raises(DiffLoRAError, match=r"transformer\.x_embedder"):
+        pipe.load_lora({k: v for k, v in state.items() if "img_in" in k})
+    assert len(pipe.loras) == 0 and other.transformer.config.in_channels == 16
+
+
 def test_wider_inputs_that_no_family_knows_are_refused(flux: Any) -> None:
     """Only where a family says so may a file have more columns than the model."""
     stem = "transformer.transformer_blocks.0.attn.to_q"

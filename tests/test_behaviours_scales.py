@@ -159,13 +159,16 @@ def test_row_21_a_top_level_module_and_nested_ones_of_the_same_name() -> None:
 
 
 def test_row_21_patterns_of_a_config_go_by_whole_names(tmp_path: Path) -> None:
-    """`^proj_out` is the one at the top, `blocks.0.proj_out` the nested one."""
-    top, nested = "base_model.model.proj_out", "base_model.model.blocks.0.proj_out"
-    state = {**pair(top, 8, 4, rank=2), **pair(nested, 8, 4, rank=4, seed=2)}
-    folder = peft_folder(tmp_path, state, r=3, lora_alpha=6, rank_pattern={"^proj_out": 2, "blocks.0.proj_out": 4},
+    """`^proj_out` is the one at the top, `blocks.0.proj_out` the nested one; `my_proj_out` is neither."""
+    top, nested, own = (
+        f"base_model.model.{name}" for name in ("proj_out", "blocks.0.proj_out", "blocks.0.my_proj_out")
+    )
+    state = {**pair(top, 8, 4, rank=2), **pair(nested, 8, 4, rank=4, seed=2), **pair(own, 8, 4, rank=3, seed=3)}
+    folder = peft_folder(tmp_path, state, r=3, lora_alpha=6, rank_pattern={"^proj_out": 2, "proj_out": 4},
                          alpha_pattern={"^proj_out": 1, "0.proj_out": 12})  # fmt: skip
-    model = tree(proj_out=nn.Linear(4, 8), blocks__0__proj_out=nn.Linear(4, 8))
-    check(model, folder, {"proj_out": 0.5 * product(state, top), "blocks.0.proj_out": 3.0 * product(state, nested)})
+    changes = {"proj_out": 0.5 * product(state, top), "blocks.0.proj_out": 3.0 * product(state, nested),
+               "blocks.0.my_proj_out": 2.0 * product(state, own)}  # fmt: skip
+    check(tree(**{path.replace(".", "__"): nn.Linear(4, 8) for path in changes}), folder, changes)
 
 
 def test_row_23_rank_stabilised_scales_survive_every_strength(tmp_path: Path) -> None:
