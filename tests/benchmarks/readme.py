@@ -65,11 +65,11 @@ def support() -> str:
     silent, refused_there = peers["counts"]["silent"], peers["counts"]["refused"]
     compared = (
         f"\nBeside diffusers {peers['versions']['diffusers']}, one process, tiny models of every family: of "
-        f"{silent['files']} files of the {silent['rows']} sorts that it is known to read wrongly, diffusers is right with "
-        f"{silent['files right in diffusers']} and changes the model wrongly or not at all, without an error, with "
+        f"{silent['files']} files of the {silent['rows']} sorts that it is known to read wrongly, diffusers is right "
+        f"with {silent['files right in diffusers']} and, without an error, wrong or idle with "
         f"{silent['files wrong without an error in diffusers']}; difflora is right with "
-        f"{silent['files right in difflora']}. Of {refused_there['files']} files of {refused_there['rows']} sorts that it "
-        f"refuses, difflora loads {refused_there['files right in difflora']} rightly and refuses "
+        f"{silent['files right in difflora']}. Of {refused_there['files']} files of {refused_there['rows']} sorts that "
+        f"it refuses, difflora loads {refused_there['files right in difflora']} rightly and refuses "
         f"{refused_there['files'] - refused_there['files right in difflora']}, which holds no adapter "
         "(`tests/test_peers.py`)."
     )
