@@ -116,7 +116,7 @@ def _safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
             return tensors, dict(opened.metadata() or {})
     except (SafetensorError, OSError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = (str(error) or type(error).__name__).splitlines()[0][:300]
         raise DiffLoRAError(
             f"{file} cannot be read as safetensors ({reason}). "
             "It is damaged, incomplete or another kind of file; expected a whole .safetensors file."

@@ -42,6 +42,7 @@ from difflora.tools import inspect_adapter
 SHORT, LONG, SHARDS = 2_000, 100_000, 10
 SECONDS = 20
 SPARE = 64 << 20
+LONGEST_MESSAGE = 4_000
 Tensors = dict[str, Tensor]
 
 
@@ -257,6 +258,7 @@ VALUES: tuple[Any, ...] = (
     *({"(?i)to_q": 3}, {"(?a)(?u)": 1}, {"(?L)": 1}, {"\\": 1}, {"a{99999999999}": 1}, {"(?<=a*)b": 1}, {"to_q": 2.5}),
     *("LORA", "LOHA", "LOKR", "OFT", "IA3", "all", "pissa", [[[]]], {"a": {"b": {}}}, "a" * 100_000, "null", "1", "{"),
 )
+PATTERNS = [value for value in VALUES if isinstance(value, dict)]
 CONFIGS = (LoraConfig, LoHaConfig, LoKrConfig, OFTConfig)
 FIELDS = sorted({f.name for config in CONFIGS for f in fields(config)} | {"lora_rank", "network_alpha", "rank"})
 PREFIXES = ("", "", "transformer.", "unet.", "text_encoder.", ".", "a.b.")
@@ -353,7 +355,7 @@ def alpha(rng: random.Random, file: File) -> None:
 def peft_fields(rng: random.Random) -> dict[str, Any]:
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4} if rng.random() < 0.6 else {}
     for name in rng.choices([*FIELDS, "r", "lora_alpha", "alpha_pattern", "rank_pattern"], k=rng.choice([1, 1, 2, 4])):
-        config[name] = rng.choice(VALUES)
+        config[name] = rng.choice(PATTERNS if "pattern" in name and rng.random() < 0.8 else VALUES)
     return config
 
 
@@ -599,7 +601,8 @@ def outcome(number: int, given: Case, benches: dict[str, Bench], folder: Path) -
         else:
             raw = Raw("case", "case", given.file.tensors, given.file.metadata, given.file.config)
             adapter = normalise(raw, model=bench.shapes if number % 3 == 0 else None, **options)
-    except DiffLoRAError:
+    except DiffLoRAError as error:
+        assert 20 < len(str(error)) < LONGEST_MESSAGE
         return "refused", size
     described = [(d.kind, d.rank, d.shape, d.needs_base) for ds in adapter.components.values() for d in ds.values()]
     assert described or adapter.vectors
