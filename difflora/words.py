@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class _Table:
     """An embedding with a longer table in it, and the parameter that is its own."""
 
-    module: nn.Embedding
+    module: nn.Module
     own: nn.Parameter
 
 
@@ -54,9 +54,10 @@ class Words:
 
     def _hide(self) -> None:
         for table in self._tables:
-            now = table.module.weight
+            now = table.module._parameters["weight"]
             # The model may have been moved or cast meanwhile.
-            table.own.data = table.own.data.to(now.device, now.dtype)
+            if now is not None:
+                table.own.data = table.own.data.to(now.device, now.dtype)
             table.module._parameters["weight"] = table.own
         for pipe, name, own in self._tokenizers:
             setattr(pipe, name, own)
@@ -90,8 +91,11 @@ class Words:
         module = embedding(self.models[component], component)
         own = module._parameters["weight"]
         assert own is not None
-        self._tables.append(_Table(module, own))
-        module._parameters["weight"] = _table(own, rows.pop(), words)
+        longer_table = _table(own, rows.pop(), words)
+        # T5 has its table in two modules.
+        for tied in [m for m in unwrapped(self.models[component]).modules() if m._parameters.get("weight") is own]:
+            self._tables.append(_Table(tied, own))
+            tied._parameters["weight"] = longer_table
 
 
 def embedding(model: nn.Module, component: str) -> nn.Embedding:
