@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Where diffusers keeps the fields of PEFT's configs, by component.
 CONFIG = "lora_adapter_metadata"
 # How header fields end that say at which scale the tensors act: what is written says it anew.
-_SCALES = frozenset(
+SCALES = frozenset(
     (
         *(CONFIG, "r", "lora_rank", "lora_alpha", "alpha", "network_alpha", "rank_pattern", "alpha_pattern"),
         *("use_rslora", "use_dora", "lora_bias", "peft_type", "target_modules", "bias"),
@@ -29,7 +29,7 @@ _USUAL = (torch.float32, ())
 
 def kept(metadata: Mapping[str, str], added: Mapping[str, str] | None) -> dict[str, str]:
     """The metadata that stay true in another layout, and what is added to them."""
-    own = {key: text for key, text in metadata.items() if key.rpartition(".")[2] not in _SCALES}
+    own = {key: text for key, text in metadata.items() if key.rpartition(".")[2] not in SCALES}
     return {"format": "pt", **own, **(added or {})}
 
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from difflora import __version__, screen
+from difflora import __version__, cli_tools, screen
 from difflora.drawing import (
     BUNDLED_CALL,
     LAST_SEED,
@@ -29,6 +29,7 @@ from difflora.formats.errors import DiffLoRAError
 from difflora.opening import Offload, Precision, model_id, opened
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="markdown")
+app.add_typer(cli_tools.app)
 # Mixes that `demo` draws, beside each adapter alone.
 MIXES: tuple[dict[str, float], ...] = ({"heart": 1.0, "stripes": 1.0}, {"heart": 1.0, "outline": 0.9})
 

@@ -16,7 +16,7 @@ from difflora.claims import CONFIG, alphas_noted, alphas_restored, kept, rehashe
 from difflora.containers import entry as stored
 from difflora.containers import ordered, write
 from difflora.deltas import Cut, Dense
-from difflora.drafts import placed
+from difflora.drafts import check_free, placed
 from difflora.formats.errors import DiffLoRAError, some
 from difflora.formats.evidence import FAMILY
 from difflora.formats.match import explain
@@ -57,9 +57,7 @@ def save(
     tensors, and for kinds, components and names that the layout cannot hold.
     """
     target = Path(path)
-    if layout != "peft" and target.suffix != ".safetensors":
-        raise DiffLoRAError(f"{target} has the suffix {target.suffix!r}; expected a name that ends in .safetensors.")
-    files = contents(adapter, layout, metadata)
+    files = planned(adapter, target, layout, metadata, force)
     with placed(target, force) as draft:
         if layout != "peft":
             _write(draft, files[""])
@@ -70,6 +68,16 @@ def save(
             text = json.dumps(file.config, indent=2, sort_keys=True)
             (draft / name / "adapter_config.json").write_text(f"{text}\n", encoding="utf-8")
     return target
+
+
+def planned(
+    adapter: Adapter, path: Path, layout: Layout, metadata: Mapping[str, str] | None = None, force: bool = False
+) -> dict[str, Content]:
+    """What `save` would write there, by folder, with its errors; nothing is written."""
+    if layout != "peft" and path.suffix != ".safetensors":
+        raise DiffLoRAError(f"{path} has the suffix {path.suffix!r}; expected a name that ends in .safetensors.")
+    check_free(path, force)
+    return contents(adapter, layout, metadata)
 
 
 def _write(path: Path, file: Content) -> None:
