@@ -6,13 +6,13 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from difflora import merge
+from difflora.binding import fits
 from difflora.checkpoints import Checkpoint, Piece, opened, written_back
 from difflora.composing import number
 from difflora.containers import Entry, Stored, raw, write
@@ -126,18 +126,10 @@ def _check_shapes(found: Checkpoint, plan: Mapping[Place, Applied], root: Path) 
         f"{'.'.join(place)}: {list(section.delta.shape)} in {section.path!r}, {list(found.pieces[place].shape)} there"
         for place, applied in plan.items()
         for section, _ in applied
-        if not _fits(section.delta.shape, found.pieces[place].shape)
+        if not fits(section.delta.shape, found.pieces[place].shape)
     ]
     if wrong:
         raise DiffLoRAError(f"{root}: {len(wrong)} parameters have another shape: {'; '.join(wrong[:4])}.")
-
-
-def _fits(have: tuple[int, ...], want: tuple[int, ...]) -> bool:
-    """Whether a change of this shape is one of such a parameter; 0 is a size left open, a kernel may be flattened."""
-    have, want = (shape[:2] if all(size == 1 for size in shape[2:]) else shape for shape in (have, want))
-    if len(have) == 2 < len(want):
-        want = (want[0], prod(want[1:]))
-    return len(have) == len(want) and all(size in (0, other) for size, other in zip(have, want, strict=True))
 
 
 def _entry(

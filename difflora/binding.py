@@ -116,17 +116,21 @@ def _resolve(path: str, here: Mapping[str, Target]) -> Iterator[tuple[str, int, 
 
 
 def _misfit(name: str, delta: Delta, want: tuple[int, ...]) -> list[str]:
-    """One line if the delta's shape is not the parameter's.
+    """One line if the delta's shape is not the parameter's."""
+    if delta.kind.endswith("oft_v2") and len(want) > 2:
+        return [f"{name}: {delta.kind} of a convolution {list(want)}, which trainers mean differently"]
+    return [] if fits(delta.shape, want) else [f"{name}: {list(delta.shape)} in the file, {list(want)} in the model"]
+
+
+def fits(have: tuple[int, ...], want: tuple[int, ...]) -> bool:
+    """Whether a delta of this shape is one of a parameter of that shape.
 
     A 1x1 kernel and a linear layer are the same shape; some kinds keep a kernel flattened; 0 is a size left open.
     """
-    if delta.kind.endswith("oft_v2") and len(want) > 2:
-        return [f"{name}: {delta.kind} of a convolution {list(want)}, which trainers mean differently"]
-    have, wanted = _core(delta.shape), _core(want)
-    if len(have) == 2 < len(wanted):
-        wanted = (wanted[0], prod(wanted[1:]))
-    fits = len(have) == len(wanted) and all(size in (0, other) for size, other in zip(have, wanted, strict=True))
-    return [] if fits else [f"{name}: {list(delta.shape)} in the file, {list(want)} in the model"]
+    have, want = _core(have), _core(want)
+    if len(have) == 2 < len(want):
+        want = (want[0], prod(want[1:]))
+    return len(have) == len(want) and all(size in (0, other) for size, other in zip(have, want, strict=True))
 
 
 def _core(shape: tuple[int, ...]) -> tuple[int, ...]:
