@@ -150,8 +150,8 @@ def test_merge_sums_at_the_strengths_and_says_of_what(here: Path, run: Run) -> N
     assert torch.allclose(dense("m.safetensors"), 0.5 * dense("a") - 0.25 * dense("b"), atol=1e-5)
     recipe = json.loads(done(run, "meta", "get", "m.safetensors", "difflora.recipe")["difflora.recipe"])
     assert recipe["method"] == "sum"
-    assert recipe["adapters"][1] == {
-        "name": "b", "strength": -0.25, "sha256": sha256((here / "b.safetensors").read_bytes()).hexdigest()}  # fmt: skip
+    whole = sha256((here / "b.safetensors").read_bytes()).hexdigest()
+    assert recipe["adapters"][1] == {"name": "b", "strength": -0.25, "sha256": whole}
     done(run, "merge", "a", "-o", "one.safetensors", "--family", "flux")
     assert torch.equal(dense("one.safetensors"), dense("a"))
 

@@ -121,7 +121,8 @@ def test_the_legacy_hash_follows_the_fields_that_it_is_of(tmp_path: Path) -> Non
     assert found["sshs_legacy_hash"] == sha256(again[0x100000:0x110000]).hexdigest()[:8] != claims["sshs_legacy_hash"]
     assert found["sshs_model_hash"] == claims["sshs_model_hash"]
     assert verify(file, family="flux").remarks == ()
-    assert set_metadata(file, {"sshs_legacy_hash": "mine"}, force=True)["sshs_legacy_hash"] == "mine"
+    mine = {"sshs_legacy_hash": "mine", "ss_a": "other"}
+    assert set_metadata(file, mine, force=True)["sshs_legacy_hash"] == "mine"
 
 
 # --- verify

@@ -116,6 +116,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "lokr": lambda: Kronecker(w1=rand(4, 4), w2_a=rand(8, 2), w2_b=rand(2, 8), alpha=torch.tensor(3.0)),
     "lokr whole": lambda: Kronecker(w1=rand(4, 4), w2=rand(8, 8, seed=2), alpha=torch.tensor(7.0)),
     "lokr of a config": lambda: Kronecker(w1=rand(4, 4), w2_a=rand(8, 2), w2_b=rand(2, 8), alpha=3.0, r=4),
+    "whole lokr of a config": lambda: Kronecker(w1=rand(4, 4), w2=rand(8, 8, seed=2), alpha=3.0, r=2),
     "dora": lambda: DoRA(pair(alpha=2.0), rand(D).abs()),
     "dora by column": lambda: DoRA(pair(alpha=2.0), rand(1, D).abs(), by_input=True),
     "dora on lokr": lambda: DoRA(Kronecker(w1=rand(4, 4), w2=rand(8, 8)), rand(D, 1).abs()),
@@ -138,8 +139,15 @@ KINDS: dict[str, Callable[[], Any]] = {
 def test_every_kind_comes_back(kind: str, layout: str, tmp_path: Path) -> None:
     one = adapter({"transformer_blocks.0.ff.net.2": KINDS[kind](), "transformer_blocks.1.ff.net.2": pair(D, 2, 4.0)})
     two = saved(one, tmp_path, layout)
-    assert_same(one, two, bits=kind != "lokr of a config")
+    assert_same(one, two, bits="config" not in kind)
     assert two.components["transformer"]["transformer_blocks.0.ff.net.2"].kind == KINDS[kind]().kind
+
+
+@pytest.mark.parametrize("kind", ["glora", "old glora"])
+def test_glora_is_written_in_today_s_order(kind: str) -> None:
+    tensors, _ = state_dict(adapter({"proj_out": KINDS[kind]()}), "kohya")
+    shapes = {key.split(".", 1)[1]: tuple(value.shape) for key, value in tensors.items()}
+    assert shapes == {"a1.weight": (D, 2), "a2.weight": (2, D), "b1.weight": (D, 2), "b2.weight": (2, D), "alpha": ()}
 
 
 @pytest.mark.parametrize("layout", ["diffusers", "kohya", "comfy"])
@@ -229,6 +237,30 @@ def test_native_names_of_a_family_are_read_as_what_they_were_written_for(family:
         for one in natives(found[1], [path for path in paths if not path.endswith(ambiguous or ("?",))]):
             name = one.name.replace(".", "_") if layout == "kohya" else one.name
             assert set(network.find(*outline(name), layout == "kohya")) == {one.sections}, one.name
+
+
+@pytest.mark.parametrize(
+    ("family", "component", "path", "kohya", "comfy"),
+    [
+        ("sdxl", "text_encoder_2", "text_model.final_layer_norm", "lora_te2_text_model_final_layer_norm", "clip_g"),
+        ("sd1", "text_encoder", "text_model.final_layer_norm", "lora_te_text_model_final_layer_norm", "clip_l"),
+        ("flux", "text_encoder_2", "encoder.final_layer_norm", "lora_te3_encoder_final_layer_norm", "t5xxl"),
+        ("sd3", "text_encoder", "text_model.final_layer_norm", "lora_te1_text_model_final_layer_norm", "clip_l"),
+        (
+            "cascade",
+            "text_encoder",
+            "text_model.final_layer_norm",
+            "lora_prior_te_text_model_final_layer_norm",
+            "clip_g",
+        ),
+    ],
+)
+def test_text_encoders_have_the_names_that_others_give_them(
+    family: str, component: str, path: str, kohya: str, comfy: str
+) -> None:
+    one = adapter({path: Dense(rand(8))}, family, component)
+    assert [*state_dict(one, "kohya")[0]] == [f"{kohya}.w_norm"]
+    assert [*state_dict(one, "comfy")[0]] == [f"text_encoders.{comfy}.transformer.{path}.diff"]
 
 
 def linear1(rows: int = 3 * D + 4 * D) -> tuple[LowRank, dict[str, LowRank]]:
@@ -332,6 +364,12 @@ def test_a_missing_part_of_unknown_size_is_refused_unless_another_block_or_the_p
         path.replace("blocks.0", "blocks.1"): delta for path, delta in some.items()}}  # fmt: skip
     up = state_dict(adapter({**some, **other}), "kohya")[0]["lora_unet_single_blocks_0_linear1.lora_up.weight"]
     assert up.shape[0] == 7 * D and not up[3 * D :].any()
+    narrow = {"single_transformer_blocks.1.proj_mlp": pair(4 * D, columns=D + 1)}
+    with pytest.raises(DiffLoRAError, match="number of rows is not known"):
+        state_dict(adapter({**some, **narrow}), "kohya")
+    lone = {"single_transformer_blocks.0.proj_mlp": pair(4 * D)}
+    up = state_dict(adapter(lone), "kohya")[0]["lora_unet_single_blocks_0_linear1.lora_up.weight"]
+    assert up.shape[0] == 7 * D and not up[: 3 * D].any()  # q, k and v are as high as their input is wide
     wide = {f"single_transformer_blocks.0.{name}": pair(3072, 1, columns=3072) for name in NAMES[:3]}
     up = state_dict(adapter(wide), "kohya")[0]["lora_unet_single_blocks_0_linear1.lora_up.weight"]
     assert up.shape[0] == 3 * 3072 + 12288
@@ -358,6 +396,8 @@ def test_a_missing_part_of_unknown_size_is_refused_unless_another_block_or_the_p
         (adapter({"transformer_blocks.0.attn.to_q": pair(D + 1), "transformer_blocks.0.attn.to_k": pair(),
                   "transformer_blocks.0.attn.to_v": pair()}), "kohya", r"33 \+ 32 \+ 32 rows"),
         (adapter({"nothing.known": pair()}), "kohya", "nothing"),
+        (adapter({"model.language_model.layers.0.mlp.up_proj": pair()}, "flux2", "text_encoder"), "kohya",
+         "no name of its own for text_encoder.model.language_model"),
         (adapter({Q: pair()}, uneven=("this is uneven",)), "diffusers", "this is uneven"),
         (adapter({Q: pair()}, vectors=(Vectors("zz", "text_encoder", rand(1, 8)),)), "peft", "words"),
     ],
