@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from difflora import peft_config
-from difflora.deltas import LowRank, number, tensors
+from difflora.deltas import LowRank, hidden, number, tensors
 from difflora.formats.errors import DiffLoRAError, some
 from difflora.formats.match import explain
 from difflora.formats.rules import Entry
@@ -180,7 +180,12 @@ def _remarks(entries: Sequence[Entry], whole: Mapping[tuple[str, ...], Delta]) -
     for entry in entries:
         if entry.kind == "lora" and entry.rows:
             parts.setdefault(tuple(entry.keys.values()), []).append(entry.rows)
-    weak = [keys[0] for keys, rows in parts.items() if _alpha_of_one(whole[keys], rows)]
+    others = {
+        round(delta.scale, 6)
+        for keys, delta in whole.items()
+        if isinstance(delta, LowRank) and keys not in parts and not hidden(delta.alpha)
+    }
+    weak = [keys[0] for keys, rows in parts.items() if _alpha_of_one(whole[keys], rows, others)]
     if weak:
         yield (
             f"{len(weak)} fused modules have the factors of their parts side by side and the alpha of one part "
@@ -188,12 +193,17 @@ def _remarks(entries: Sequence[Entry], whole: Mapping[tuple[str, ...], Delta]) -
         )
 
 
-def _alpha_of_one(delta: Delta, parts: Sequence[tuple[tuple[int, int], ...]]) -> bool:
-    """Whether `up` is block-diagonal and alpha was not raised with the rank, as one trainer saves split projections."""
+def _alpha_of_one(delta: Delta, parts: Sequence[tuple[tuple[int, int], ...]], others: set[float]) -> bool:
+    """Whether `up` is block-diagonal and alpha was not raised with the rank, as one trainer saves split projections.
+
+    `others` are the scales of the file's modules that are not fused; raised, the scale would be one of them.
+    """
     if not isinstance(delta, LowRank) or delta.alpha is None or any(t.is_meta for t in tensors(delta)):
         return False
     count = len(parts)
-    if count < 2 or delta.rank % count or number(delta.alpha) * count > delta.rank:
+    if count < 2 or delta.rank % count:
+        return False
+    if round(delta.scale * count, 6) not in others if others else number(delta.alpha) * count > delta.rank:
         return False
     step = delta.rank // count
     return all(

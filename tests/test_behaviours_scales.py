@@ -407,3 +407,10 @@ def test_row_57_a_model_on_the_meta_device_takes_no_adapter_into_its_weights() -
     pipe.load_lora(state, name="it", mode="kernel")
     assert pipe.loras[0].device == "cpu"
     assert bool(torch.isfinite(pipe.transformer.get_submodule("blocks.0.lin")(rand(2, 4))).all())
+
+
+@pytest.mark.parametrize(("alpha", "told"), [(4.0, False), (4.0 / 3, True)])
+def test_row_20_the_scale_of_the_other_modules_says_whether_alpha_was_raised(alpha: float, told: bool) -> None:
+    """Beside modules at a third, a fused one at a third was raised; one at a ninth was not."""
+    state = {**fused_of_three(alpha)[0], **pair("transformer.proj_out", 4, 8, rank=6, alpha=2.0)}
+    assert bool(difflora.load(state, family="flux").notes) == told
