@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from difflora.formats.match import explain
 from difflora.formats.rules import Entry
 from difflora.kinds import build
 from difflora.products import Kronecker
-from difflora.sources import Hub, Place, locate
+from difflora.sources import Hub, Place, component_folders, locate
 from difflora.types import Adapter, Vectors
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ _TYPES = {"LORA": ("lora", "lora_embedding"), "LOHA": ("loha",), "LOKR": ("lokr"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Raw:
-    """The tensors of a source as they are stored, and what lies beside them."""
+    """The tensors of a source as they are stored, and the PEFT configs beside them, by component ("": any)."""
 
     source: str
     name: str
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
-    config: str | None = None
+    configs: Mapping[str, str] = field(default_factory=dict)
     path: str | None = None
 
 
@@ -80,13 +80,28 @@ def read(source: Source, folders: Sequence[str | Path] = (), hub: Hub | None = N
     if isinstance(source, Mapping):
         _check_state_dict(source)
         return Raw("the state dict", f"lora_{next(_unnamed)}", dict(source))
+    parts = component_folders(source)
+    if parts:
+        return _folders(str(source), parts)
     place = locate(source, folders, hub, allow_pickle)
-    config = _text(place.config) if place.config else None
+    configs = {"": _text(place.config)} if place.config else {}
     if place.file.suffix.lower() in (".safetensors", ".sft"):
         tensors, metadata = _safetensors(place.file)
     else:
         tensors, metadata = _pickled(place), {}
-    return Raw(str(place.file), place.name, tensors, metadata, config, str(place.file))
+    return Raw(str(place.file), place.name, tensors, metadata, configs, str(place.file))
+
+
+def _folders(source: str, parts: Mapping[str, Place]) -> Raw:
+    """PEFT folders of several components as one adapter: each key names its component."""
+    tensors: dict[str, Tensor] = {}
+    metadata: dict[str, str] = {}
+    for component, place in parts.items():
+        own, said = _safetensors(place.file)
+        tensors |= {f"{component}.{key}": tensor for key, tensor in own.items()}
+        metadata |= said
+    configs = {component: _text(place.config) for component, place in parts.items() if place.config}
+    return Raw(source, next(iter(parts.values())).name, tensors, metadata, configs)
 
 
 def _text(file: Path) -> str:
@@ -140,12 +155,14 @@ def normalise(
     raw: Raw, *, model: Shapes | None = None, family: str | None = None, component: str | None = None
 ) -> Adapter:
     """The adapter in canonical layout.  `model` (component -> module path -> weight shape) is evidence."""
+    if component and component.startswith("text_encoder"):
+        raw = replace(raw, tensors={_of(component, key): tensor for key, tensor in raw.tensors.items()})
     shapes = {key: tuple(tensor.shape) for key, tensor in raw.tensors.items()}
     evidence = _renamed(model, component) if model and component else model
     found = explain(shapes, source=raw.source, metadata=raw.metadata, model=evidence, family=family)
     scales = (
-        peft_config.from_folder(raw.config, raw.source)
-        if raw.config is not None
+        {where: peft_config.from_folder(text, raw.source) for where, text in raw.configs.items()}
+        if raw.configs
         else peft_config.from_metadata(raw.metadata, raw.source)
     )
     _refuse_contradiction(scales, found.entries, raw.source)
@@ -160,7 +177,7 @@ def normalise(
     widens, notes = frozenset(found.widens), (*found.notes, *_remarks(found.entries, whole))
     if component is None and (expert := _expert(raw.name, components, model or {})):
         component, notes = expert, (*notes, f"for {expert}, as its name says low noise")
-    if component:
+    if component and component not in components:
         components = _sent_to(components, component, raw.source)
         widens = frozenset((component, path) for _, path in widens)
     aliases = tuple(a for a in (raw.metadata.get("ss_output_name"),) if a and a != raw.name)
@@ -169,6 +186,11 @@ def normalise(
         raw.source, raw.name, found.layout, found.family, components, dict(raw.metadata), aliases, notes,
         raw.path, vectors, widens, found.uneven,
     )  # fmt: skip
+
+
+def _of(component: str, key: str) -> str:
+    """The key with its component, which PEFT does not write."""
+    return f"{component}.{key}" if key.startswith(("base_model.model.", "peft_model.base_model.model.")) else key
 
 
 def _remarks(entries: Sequence[Entry], whole: Mapping[tuple[str, ...], Delta]) -> Iterator[str]:

@@ -158,9 +158,9 @@ def _whole(value: Any, name: str, source: str) -> int:
     return int(number)
 
 
-def from_folder(text: str, source: str) -> Mapping[str, Scaling]:
-    """{"": scales} from the text of an adapter_config.json; DiffLoRAError if it is no JSON object."""
-    return {"": scaling(_object(text, source, "adapter_config.json"), source)}
+def from_folder(text: str, source: str) -> Scaling:
+    """The scales from the text of an adapter_config.json; DiffLoRAError if it is no JSON object."""
+    return scaling(_object(text, source, "adapter_config.json"), source)
 
 
 def from_metadata(metadata: Mapping[str, str], source: str) -> Mapping[str, Scaling]:

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from difflora.formats.errors import DiffLoRAError, some
+from difflora.formats.layouts import COMPONENTS
 
 # Names that trainers and savers give to every file; such a file is called after its folder.
 GENERIC_STEMS = frozenset({"adapter_model", "pytorch_lora_weights", "lora", "model", "diffusion_pytorch_model"})
 _FIRST = ("pytorch_lora_weights", "adapter_model", "lora")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _STATE = ("scheduler", "optimizer", "checkpoint")
+_PEFT = ("adapter_model.safetensors", "adapter_config.json")
 _HUB = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?P<sub>(?:/[\w.-]+)*)(?::(?P<file>[^@]+))?(?:@(?P<rev>[\w./-]+))?")
 
 
@@ -81,6 +83,20 @@ def locate(
             f"Expected a .safetensors file, a folder that holds one, a bundled name, or user/repo.{hint}"
         )
     return _from_hub(address, hub, pickle)
+
+
+def component_folders(source: object) -> dict[str, Place]:
+    """The PEFT folders in a folder that has no weights of its own, by the components after which they are called."""
+    if not isinstance(source, str | Path):
+        return {}
+    try:
+        root = Path(os.path.expanduser(str(source)))
+        if not root.is_dir() or any(root.glob("*.safetensors")):
+            return {}
+        inside = sorted(p for p in root.iterdir() if p.name in COMPONENTS and (p / _PEFT[0]).is_file())
+        return {p.name: Place(p / _PEFT[0], p / _PEFT[1], root.name) for p in inside if (p / _PEFT[1]).is_file()}
+    except (OSError, UnicodeError, ValueError):
+        return {}
 
 
 def _paths(text: str, folders: Sequence[str | Path]) -> list[Path]:

@@ -248,7 +248,7 @@ class Written:
     def read(self, tensors: Mapping[str, Tensor]) -> Adapter:
         """The adapter, or a case to be thrown away: a name that the family's tables give two meanings."""
         try:
-            return normalise(Raw("file", "file", tensors, {}, self.config), family=self.family)
+            return normalise(Raw("file", "file", tensors, {}, {"": self.config} if self.config else {}), family=self.family)
         except DiffLoRAError as error:
             if "may mean" not in str(error):
                 raise
@@ -289,7 +289,7 @@ def check(adapter: Adapter, wanted: Mapping[tuple[str, str], tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_written_is_read_back(name: str) -> None:
-    @settings(PROFILE, max_examples=120)
+    @settings(PROFILE, max_examples=100)
     @given(file=files(LAYOUTS[name]), data=st.data())
     def holds(file: Written, data: st.DataObject) -> None:
         stems = [made.stem for made in file.modules]
@@ -367,12 +367,13 @@ def spelled(known: Known, layout: Layout) -> list[Module]:
         for match in filter(None, (re.fullmatch(pattern, path) for path in list(left))):
             numbers = {f"{{{name}}}": number for name, number in match.groupdict().items()}
             parts = [numbered(section, numbers) for section in rule.sections]
-            if all(part in left for part in parts) and fits(rule, [known.shapes[part] for part in parts]):
-                found.append(
-                    module(
-                        layout.key(prefix, numbered(rule.source, numbers)), known.component, rule, parts, known.shapes
-                    )
-                )
+            if all(part in left for part in parts):
+                fitting = fits(rule, [known.shapes[part] for part in parts])
+                if not fitting and not rule.whole:
+                    continue
+                stem = layout.key(prefix, numbered(rule.source, numbers))
+                meaning = rule if fitting else Rule(rule.source, rule.sections)
+                found.append(module(stem, known.component, meaning, parts, known.shapes))
                 for part in parts:
                     del left[part]
     return found + [
@@ -382,9 +383,11 @@ def spelled(known: Known, layout: Layout) -> list[Module]:
 
 def fits(rule: Rule, shapes: Sequence[Shape]) -> bool:
     """Whether the heights of the parts are what the rule says."""
-    if not rule.rows or rule.heads or rule.perm:
+    if not rule.rows or rule.heads:
         return True
     width = {"D": shapes[0][1]}
+    if rule.perm:
+        return "D" not in rule.rows or shapes[0][0] == width["D"] * len(rule.rows)
     named: dict[str | int, int] = {}
     return all(
         shape[0] == (row if isinstance(row, int) else width.get(row) or named.setdefault(row, shape[0]))
@@ -412,10 +415,10 @@ def test_a_file_is_never_another_familys_alone(name: str) -> None:
     layout = LAYOUTS[name]
     models = [known for known in published() if known.component == known.family.denoiser]
 
-    @settings(PROFILE, max_examples=200)
+    @settings(PROFILE, max_examples=120)
     @given(data=st.data())
     def holds(data: st.DataObject) -> None:
-        known = data.draw(st.sampled_from(models))
+        known = models[data.draw(st.integers(0, len(models) - 1))]
         every = spelled(known, layout)
         made = [every[n] for n in sorted(data.draw(st.sets(st.integers(0, len(every) - 1), min_size=1, max_size=8)))]
         keys, wanted = listed(made, layout), meant(made)
@@ -427,7 +430,7 @@ def test_a_file_is_never_another_familys_alone(name: str) -> None:
                 if not asked and not (known.ambiguous and "may mean" in str(error)):
                     raise
                 continue
-            assert known.family.name in (found.family or "").split("|"), (found.family, keys)
+            assert known.family.name in (found.family or "").split("|"), (known.family.name, found.family, keys)
             assert {(entry.component, entry.path): entry.rows for entry in found.entries} == wanted
 
     holds()
