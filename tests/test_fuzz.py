@@ -599,7 +599,8 @@ def outcome(number: int, given: Case, benches: dict[str, Bench], folder: Path) -
                 (folder / "adapter_config.json").write_text(given.file.config, errors="surrogatepass")
             adapter = load(source, **options)
         else:
-            raw = Raw("case", "case", given.file.tensors, given.file.metadata, given.file.config)
+            configs = {} if given.file.config is None else {"": given.file.config}
+            raw = Raw("case", "case", given.file.tensors, given.file.metadata, configs)
             adapter = normalise(raw, model=bench.shapes if number % 3 == 0 else None, **options)
     except DiffLoRAError as error:
         assert 20 < len(str(error)) < LONGEST_MESSAGE
