@@ -603,7 +603,8 @@ def outcome(number: int, given: Case, benches: dict[str, Bench], folder: Path) -
             raw = Raw("case", "case", given.file.tensors, given.file.metadata, configs)
             adapter = normalise(raw, model=bench.shapes if number % 3 == 0 else None, **options)
     except DiffLoRAError as error:
-        assert 20 < len(str(error)) < LONGEST_MESSAGE
+        if not 20 < len(str(error)) < LONGEST_MESSAGE:
+            raise AssertionError(f"a message of {len(str(error))} letters: {str(error)[:200]}") from error
         return "refused", size
     described = [(d.kind, d.rank, d.shape, d.needs_base) for ds in adapter.components.values() for d in ds.values()]
     assert described or adapter.vectors
