@@ -42,6 +42,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     ]
     versions = {name: version(name) for name in ("torch", "diffusers", "transformers", "accelerate", "peft")}
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    tests = {r.nodeid: {"outcome": r.outcome, "seconds": round(r.duration, 2)} for r in done}
+    tests = {r.nodeid: {"outcome": r.outcome, "seconds": round(r.duration, 2), **dict(r.user_properties)} for r in done}
     record = {"device": device, "python": platform.python_version(), **versions, "tests": tests}
     Path(path).write_text(json.dumps(record, indent=1) + "\n")
