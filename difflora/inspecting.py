@@ -182,4 +182,4 @@ def _square(delta: Delta) -> float:
         return float(delta.dense().double().square().sum())
     a, b = (factor.double() for factor in pair)
     square = float((b.T @ b * (a @ a.T)).sum())
-    return float(delta.scale**2 * (square if math.isnan(square) else max(square, 0.0)))
+    return float(delta.scale * delta.scale * (square if math.isnan(square) else max(square, 0.0)))

@@ -42,6 +42,8 @@ _REFUSED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 # Real configs hold plain module names.  On a hostile pattern a quantified group takes exponential time, a repetition
 # multiplies it by the length of the name, and a choice doubles it: this is what each counts, and how much is allowed.
 _SLOW_PATTERN = re.compile(r"\)[*+{]")
+# What a later version of Python may read as operations on sets, which it warns of.
+_SET_PATTERN = re.compile(r"\[\[|--|&&|~~|\|\|")
 _COSTS = {"*": 4, "+": 4, "{": 4, "?": 1, "|": 1}
 _MOST_COSTS = 10
 _LONGEST_PATTERN = 512
@@ -97,7 +99,7 @@ def scaling(config: Mapping[str, Any], source: str) -> Scaling:
         value = config.get(name)
         if not harmless(value):
             raise DiffLoRAError(
-                f"{source}: the config sets {name}={value!r}, that is {what}, which is not supported. "
+                f"{source}: the config sets {name}={_short(value)}, that is {what}, which is not supported. "
                 "Expected LoRA, LoHa, LoKr or OFT of weights."
             )
     alpha = config.get("lora_alpha", config.get("alpha"))
@@ -117,25 +119,29 @@ def scaling(config: Mapping[str, Any], source: str) -> Scaling:
 def _patterns(config: Mapping[str, Any], name: str, source: str) -> list[tuple[re.Pattern[str], Any]]:
     patterns = config.get(name) or {}
     if not isinstance(patterns, dict):
-        raise DiffLoRAError(f"{source}: {name} of the config is {patterns!r}; expected a map of module patterns.")
+        raise DiffLoRAError(f"{source}: {name} of the config is {_short(patterns)}; expected a map of module patterns.")
     return [(_compiled(pattern, name, source), value) for pattern, value in patterns.items()]
 
 
 def _compiled(pattern: str, name: str, source: str) -> re.Pattern[str]:
     """The pattern at the end of a path, at a dot; DiffLoRAError for one that is wrong or could take long."""
     costs = sum(_COSTS.get(mark, 0) for mark in pattern)
-    if len(pattern) <= _LONGEST_PATTERN and costs <= _MOST_COSTS and not _SLOW_PATTERN.search(pattern):
+    if len(pattern) <= _LONGEST_PATTERN and costs <= _MOST_COSTS and not _odd(pattern):
         try:
             re.compile(pattern)  # by itself too: it must not close the group around it
             return re.compile(rf"(.*\.)?({pattern})$")
-        except (re.error, OverflowError, RecursionError):
+        except (re.error, OverflowError, RecursionError, ValueError):
             pass
     raise DiffLoRAError(f"{source}: {name} holds {pattern[:80]!r}; expected a plain regular expression.")
 
 
+def _odd(pattern: str) -> bool:
+    return bool(_SLOW_PATTERN.search(pattern) or _SET_PATTERN.search(pattern))
+
+
 def _yes(value: Any, name: str, source: str) -> bool:
     if value not in (None, True, False):
-        raise DiffLoRAError(f"{source}: {name} of the config is {value!r}; expected true or false.")
+        raise DiffLoRAError(f"{source}: {name} of the config is {_short(value)}; expected true or false.")
     return bool(value)
 
 
@@ -154,7 +160,7 @@ def _short(value: Any) -> str:
 def _whole(value: Any, name: str, source: str) -> int:
     number = _number(value, name, source)
     if number != int(number):
-        raise DiffLoRAError(f"{source}: {name} of the config is {value!r}; expected a whole number.")
+        raise DiffLoRAError(f"{source}: {name} of the config is {_short(value)}; expected a whole number.")
     return int(number)
 
 

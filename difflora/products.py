@@ -147,7 +147,8 @@ class Kronecker:
         if one.shape[1] * self.w2_b.shape[0] > MOST_RANKS:
             return None
         eye = torch.eye(one.shape[1], device=one.device)
-        return torch.kron(eye, self.w2_b.float().flatten(1)), torch.kron(one, self.w2_a.float())
+        a, b = self.w2_b.float().flatten(1).contiguous(), self.w2_a.float().contiguous()
+        return torch.kron(eye, a), torch.kron(one.contiguous(), b)
 
     def _one(self) -> Tensor:
         if self.w1 is not None:

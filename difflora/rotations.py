@@ -125,8 +125,9 @@ class InputRotation:
     def shape(self) -> tuple[int, ...]:
         """[0, in], or [0, 0] for a shared block: the other sizes are the model's."""
         count = int(self.r.shape[0])
-        rows = self.magnitude.numel() if self.magnitude is not None and not self.by_input else 0
-        return (rows, count * self.block if count > 1 else 0)
+        lengths = 0 if self.magnitude is None else self.magnitude.numel()
+        columns = count * self.block if count > 1 else lengths if self.by_input else 0
+        return (0 if self.by_input else lengths, columns)
 
     def rows(self, blocks: Blocks) -> Cut | InputRotation:
         """The change of those rows alone: the rotation of the inputs is that of every row."""

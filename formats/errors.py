@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+_LONGEST = 300
+
 
 class DiffLoRAError(ValueError):
     """An input that cannot be honoured.
@@ -13,6 +15,6 @@ class DiffLoRAError(ValueError):
 
 def some(names: Iterable[object], limit: int = 4) -> str:
     """The first `limit` of an iterable of names, comma separated, and how many more there are."""
-    listed = [str(name) for name in names]
+    listed = [text if len(text := str(name)) <= _LONGEST else f"{text[:_LONGEST]}..." for name in names]
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
     return ", ".join(listed[:limit]) + more

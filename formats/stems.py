@@ -191,7 +191,7 @@ def _refuse(refused: Mapping[Refusal, list[str]], source: str) -> None:
 
 def _one_slot(slots: Mapping[str | None, list[str]], source: str) -> None:
     if len(slots) > 1:
-        names = ", ".join("no name" if slot is None else repr(slot) for slot in slots)
+        names = some("no name" if slot is None else repr(slot) for slot in slots)
         raise DiffLoRAError(
             f"{source} holds several adapters in one file ({names}), as in {some(keys[0] for keys in slots.values())}. "
             "Expected one; save each adapter to a file of its own."

@@ -84,3 +84,16 @@ def test_a_global_alpha_in_the_header_speaks_for_all() -> None:
     for name in ("alpha", "lora_alpha", "network_alpha"):
         assert from_metadata({name: "16"}, "x")[""].alpha == 16
     assert from_metadata({"ss_network_alpha": "16", "ss_network_dim": "32"}, "x") == {}
+
+
+def test_values_and_patterns_of_any_length_make_short_messages() -> None:
+    for config in ({"bias": "a" * 10**5}, {"use_dora": "a" * 10**5}, {"alpha_pattern": ["a" * 10**5]}):
+        with pytest.raises(DiffLoRAError) as caught:
+            scaling(config, "x.safetensors")
+        assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("pattern", ["(?au)to_q", "[[a]to_q", "[a--b]", "(a+)+", "("])
+def test_patterns_that_python_cannot_read_in_one_way_are_refused(pattern: str) -> None:
+    with pytest.raises(DiffLoRAError, match="expected a plain regular expression"):
+        scaling({"alpha_pattern": {pattern: 1}}, "x.safetensors")
