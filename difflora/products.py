@@ -148,11 +148,11 @@ class Kronecker:
             return None
         eye = torch.eye(one.shape[1], device=one.device)
         a, b = self.w2_b.float().flatten(1).contiguous(), self.w2_a.float().contiguous()
-        return torch.kron(eye, a), torch.kron(one.contiguous(), b)
+        return torch.kron(eye, a), torch.kron(one, b)
 
     def _one(self) -> Tensor:
         if self.w1 is not None:
-            return self.w1.float().flatten(1)
+            return self.w1.float().flatten(1).contiguous()
         assert self.w1_a is not None and self.w1_b is not None
         return self.w1_a.float() @ self.w1_b.float()
 
