@@ -13,7 +13,6 @@ import math
 import random
 import resource
 import signal
-import sys
 import time
 import traceback
 from collections import Counter
@@ -374,18 +373,8 @@ def config(rng: random.Random, file: File) -> None:
 
 
 ANYWHERE: tuple[Change, ...] = (
-    rename,
-    rename,
-    double,
-    drop,
-    mix,
-    reshape,
-    reshape,
-    retype,
-    value,
-    alpha,
-    metadata,
-    config,
+    *(rename, rename, double, drop, mix, reshape, reshape, retype, retype, value, value, alpha, alpha, alpha),
+    *(metadata, metadata, config),
 )
 
 
@@ -513,8 +502,8 @@ def case(number: int) -> Case:
         rng.choice(ANYWHERE)(rng, file)
     if on_disk(number) and rng.random() < 0.7:
         rng.choice(ON_DISK)(rng, file)
-    families = [None] * 12 + ["flux", "sd1", "flux|sd1", "", "nope", rng.choice(FAMILIES).name]
-    components = [None] * 12 + ["transformer", "unet", "text_encoder", "nope"]
+    families = [None] * 60 + ["flux", "sd1", "flux|sd1", "", "nope", rng.choice(FAMILIES).name]
+    components = [None] * 60 + ["transformer", "unet", "text_encoder", "nope"]
     return Case(
         seed.pipeline, file, rng.choice(families), rng.choice(components),
         rng.choice(["auto", "merged", "kernel"]), rng.random() < 0.5,
@@ -676,15 +665,44 @@ def test_files_that_are_not_mutated_load(benches: dict[str, Bench], mode: str) -
         bench.check()
 
 
+HUGE: dict[str, Callable[[str], Tensors]] = {
+    "LoRA": lambda s: pair(s, "lora_A.weight", "lora_B.weight", 200_000, 200_000),
+    "DoRA": lambda s: HUGE["LoRA"](s) | {f"{s}.dora_scale": rand(200_000, 1)},
+    "LoHa": lambda s: LINEAR["LoHa"](s, 200_000, 200_000),
+    "LoKr": lambda s: {f"{s}.lokr_w1": rand(400, 400), f"{s}.lokr_w2": rand(400, 400)},
+    "GLoRA": lambda s: LINEAR["GLoRA"](s, 200_000, 200_000),
+    "IA3": lambda s: LINEAR["IA3"](s, 200_000, 0),
+    "OFT": lambda s: {f"{s}.oft_blocks": rand(100_000, 2, 2)},
+    "OFT v2": lambda s: {f"{s}.oft_R.weight": rand(100_000, 1)},
+}
+
+
+@pytest.mark.parametrize("kind", HUGE)
+def test_a_small_file_for_a_huge_weight_is_refused_in_little_memory(
+    benches: dict[str, Bench], tmp_path: Path, kind: str
+) -> None:
+    bench = benches["flux"]
+    tensors = HUGE[kind]("transformer.transformer_blocks.0.attn.to_q")
+    data = File(tensors).data
+    (tmp_path / "x.safetensors").write_bytes(data)
+    forget_peak()
+    start = peak()
+    adapter = load(tmp_path / "x.safetensors")
+    assert max(d.shape[0] or d.shape[1] for d in adapter.components["transformer"].values()) >= 160_000
+    with within(SECONDS), pytest.raises(DiffLoRAError, match="another shape"):
+        bench.pipe.load_lora(tmp_path / "x.safetensors")
+    assert peak() - start <= 2 * len(data) + SPARE
+    bench.check()
+
+
 def test_mutated_files_load_or_are_refused(
     benches: dict[str, Bench], tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     outcomes = hunt(range(SHORT), benches, tmp_path)
     record_property("outcomes", dict(outcomes))
     assert sum(outcomes.values()) == SHORT
-    assert outcomes["tensors: refused"] > SHORT / 5 and outcomes["tensors: loaded"] > SHORT / 10
+    assert outcomes["tensors: refused"] > SHORT / 4 and outcomes["tensors: loaded"] > SHORT / 8
     assert outcomes["file: refused"] > SHORT / 20 and outcomes["file: applied"] > 5
-    print(outcomes, file=sys.stderr)
 
 
 @pytest.mark.slow
