@@ -115,7 +115,10 @@ def resize(
         small, told = resizing.resize(
             adapter, rank, conv_rank=conv_rank, method=method.value if method else None, param=param, advance=advance
         )
+    # The layout that it has, where the target can be one: PEFT's is a folder.
     own = Layout(adapter.layout) if adapter.layout in {*Layout} else Layout.DIFFUSERS
+    if own is Layout.PEFT and target.suffix == ".safetensors":
+        own = Layout.DIFFUSERS
     store(small, target, to or own, force, dry_run, as_json, None, told)
 
 

@@ -74,8 +74,9 @@ def planned(
     adapter: Adapter, path: Path, layout: Layout, metadata: Mapping[str, str] | None = None, force: bool = False
 ) -> dict[str, Content]:
     """What `save` would write there, by folder, with its errors; nothing is written."""
-    if layout != "peft" and path.suffix != ".safetensors":
-        raise DiffLoRAError(f"{path} has the suffix {path.suffix!r}; expected a name that ends in .safetensors.")
+    if (layout == "peft") == (path.suffix == ".safetensors"):
+        expected = "the name of a folder" if layout == "peft" else "a name that ends in .safetensors"
+        raise DiffLoRAError(f"{path} has the suffix {path.suffix!r}; the {layout} layout takes {expected}.")
     check_free(path, force)
     return contents(adapter, layout, metadata)
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from difflora import cli, compose, load, screen
+from difflora.formats.errors import DiffLoRAError
 from difflora.resizing import resize
 from difflora.types import Adapter
 
@@ -243,3 +244,12 @@ def test_hash(here: Path, run: Run) -> None:
 def test_an_adapter_that_fits_several_families_asks_for_one(here: Path, run: Run) -> None:
     code, _, err = run("convert", "a", "x.safetensors", "--to", "kohya")
     assert code == 1 and "family" in err and not (here / "x.safetensors").exists()
+
+
+def test_a_resized_peft_folder_becomes_a_file_where_a_file_is_asked_for(here: Path, run: Run) -> None:
+    source = load("outline").save(here / "folder", "peft")
+    for target, layout in (("small.safetensors", "diffusers"), ("small", "peft")):
+        assert run("resize", str(source), target, "--rank", "2")[0] == 0
+        assert (here / target).is_file() == (layout == "diffusers") and load(here / target).layout == layout
+    with pytest.raises(DiffLoRAError, match="takes the name of a folder"):
+        load("outline").save(here / "x.safetensors", "peft")
