@@ -68,6 +68,7 @@ MATRIX: dict[str, Callable[[str, int, int], Tensors]] = {
         pair(s, "lora_A.weight", "lora_B.weight", o, i) | {f"{s}.lora_magnitude_vector": rand(o).abs()}
     ),
     "DoRA of LoHa": lambda s, o, i: LINEAR["LoHa"](s, o, i) | {f"{s}.dora_scale": rand(o, 1).abs()},
+    "DoRA of LoKr": lambda s, o, i: LINEAR["LoKr"](s, o, i) | {f"{s}.dora_scale": rand(1, i).abs()},
     "IA3 of inputs": lambda s, o, i: {f"{s}.weight": rand(i), f"{s}.on_input": torch.tensor(1)},
     "OFT, bounded, rescaled": lambda s, o, i: (
         {f"{s}.oft_blocks": rand(o // 8, 8, 8), f"{s}.alpha": torch.tensor(0.01), f"{s}.rescale": rand(o, 1)}
