@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from difflora.deltas import Cut
 from difflora.formats.errors import DiffLoRAError, some
+from difflora.functions import DoRA
 from difflora.targets import Target, components, fused_sites, modules, targets, unwrapped
 from difflora.types import Adapter, BoundAdapter, Joint, LoadReport, Section
 
@@ -119,6 +120,10 @@ def _misfit(name: str, delta: Delta, want: tuple[int, ...]) -> list[str]:
     """One line if the delta's shape is not the parameter's."""
     if delta.kind.endswith("oft_v2") and len(want) > 2:
         return [f"{name}: {delta.kind} of a convolution {list(want)}, which trainers mean differently"]
+    whole = delta.whole if isinstance(delta, Cut) else delta
+    if isinstance(whole, DoRA) and not whole.sound:
+        shapes = f"{whole.magnitude.numel()} magnitudes for {list(whole.shape)} in the file, {list(want)} in the model"
+        return [f"{name}: {shapes}"]
     return [] if fits(delta.shape, want) else [f"{name}: {list(delta.shape)} in the file, {list(want)} in the model"]
 
 

@@ -206,9 +206,15 @@ class DoRA:
         shape: tuple[int, ...] = self.inner.shape
         return shape
 
+    @property
+    def sound(self) -> bool:
+        """Whether there are as many magnitudes as rows (columns; a kernel may be flattened into these)."""
+        count, size = self.magnitude.numel(), self.shape[1 if self.by_input else 0]
+        return count == size or (self.by_input and len(self.shape) == 2 and count > 0 and size % count == 0)
+
     def rows(self, blocks: Blocks) -> DoRA | Cut:
         """The change of those rows alone; the norm of a column takes all the rows, so that one is a joined `Cut`."""
-        if self.by_input:
+        if self.by_input or not self.sound:
             return Cut(self, tuple(blocks))
         return replace(self, inner=self.inner.rows(blocks), magnitude=chosen(self.magnitude.flatten(), blocks))
 
@@ -219,6 +225,8 @@ class DoRA:
     def dense(self, base: Tensor | None = None) -> Tensor:
         """W' - W at strength 1, fp32 (PEFT, tuners/lora/dora.py; LyCORIS, modules/locon.py)."""
         weight = required(base, self.kind)
+        if not self.sound:
+            raise DiffLoRAError(f"{self.magnitude.numel()} magnitudes do not fit a change {list(self.shape)}.")
         change: Tensor = self.inner.dense()
         adapted = weight + change.reshape(weight.shape).to(weight.device)
         kept = 1 if self.by_input else 0

@@ -150,7 +150,7 @@ def test_every_key_is_explained_and_bound(name: str) -> None:
 INVENTED = {
     "anima_lora_kohya_format": "norm2.linear_1: [2048, 2048] in the file, [256, 2048] in the model",
     "anima_lora_peft_format": "attn2.to_k: [2048, 2048] in the file, [2048, 1024] in the model",
-    "anima_lora_lokr_format": "attn2.to_k: [16384, 16384] in the file, [2048, 1024] in the model",
+    "anima_lora_lokr_format": "attn2.to_k: 2048 magnitudes for [16384, 16384] in the file, [2048, 1024] in the model",
 }
 
 
