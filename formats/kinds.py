@@ -120,7 +120,8 @@ def _rotated_output(shapes: Shapes) -> Size | None:
     *stages, count, size, _ = blocks
     rows = count * size
     paired = not stages or (size % 2 == 0 and count % 2 ** (stages[0] - 1) == 0)
-    return (rows, 0) if paired and prod(shapes.get("rescale", (rows,))) == rows else None
+    rescale = shapes.get("rescale", (rows,))
+    return (rows, 0) if paired and rescale[:1] == (rows,) == (prod(rescale),) else None
 
 
 def _rotated_input(shapes: Shapes) -> Size | None:
