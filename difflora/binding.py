@@ -121,7 +121,9 @@ def _misfit(name: str, delta: Delta, want: tuple[int, ...]) -> list[str]:
     if delta.kind.endswith("oft_v2") and len(want) > 2:
         return [f"{name}: {delta.kind} of a convolution {list(want)}, which trainers mean differently"]
     whole = delta.whole if isinstance(delta, Cut) else delta
-    if isinstance(whole, DoRA) and not whole.sound:
+    if isinstance(whole, DoRA) and not (
+        whole.sound and (not whole.by_input or want[1:2] == (whole.magnitude.numel(),))
+    ):
         shapes = f"{whole.magnitude.numel()} magnitudes for {list(whole.shape)} in the file, {list(want)} in the model"
         return [f"{name}: {shapes}"]
     return [] if fits(delta.shape, want) else [f"{name}: {list(delta.shape)} in the file, {list(want)} in the model"]

@@ -225,8 +225,8 @@ class DoRA:
     def dense(self, base: Tensor | None = None) -> Tensor:
         """W' - W at strength 1, fp32 (PEFT, tuners/lora/dora.py; LyCORIS, modules/locon.py)."""
         weight = required(base, self.kind)
-        if not self.sound:
-            raise DiffLoRAError(f"{self.magnitude.numel()} magnitudes do not fit a change {list(self.shape)}.")
+        if not self.sound or self.magnitude.numel() != weight.shape[1 if self.by_input else 0]:
+            raise DiffLoRAError(f"{self.magnitude.numel()} magnitudes do not fit a weight {list(weight.shape)}.")
         change: Tensor = self.inner.dense()
         adapted = weight + change.reshape(weight.shape).to(weight.device)
         kept = 1 if self.by_input else 0

@@ -267,3 +267,14 @@ def test_a_rotation_of_a_convolutions_inputs_is_refused() -> None:
     loaded = difflora.load({"unet.conv_out.oft_R.weight": torch.zeros(2, 6)})
     with pytest.raises(DiffLoRAError, match=r"unet\.conv_out: oft_v2 of a convolution .* trainers mean differently"):
         difflora.bind(loaded, pipe)
+
+
+def test_magnitudes_that_only_divide_the_columns_are_refused() -> None:
+    pipe, stem = tiny.flux_pipeline(), "transformer.transformer_blocks.0.attn.to_q"
+    factors = {f"{stem}.hada_w{n}_a": torch.ones(32, 2) for n in "12"}
+    factors |= {f"{stem}.hada_w{n}_b": torch.ones(2, 32) for n in "12"}
+    loaded = difflora.load(factors | {f"{stem}.dora_scale": torch.ones(1, 16)})
+    with pytest.raises(DiffLoRAError, match=r"to_q: 16 magnitudes for \[32, 32\] in the file, \[32, 32\] in the model"):
+        difflora.bind(loaded, pipe)
+    fitting = difflora.load(factors | {f"{stem}.dora_scale": torch.ones(1, 32)})
+    assert difflora.bind(fitting, pipe).kinds == {"dora+loha": 1}
