@@ -24,11 +24,15 @@ _BASE = "_difflora_base"
 _classes: dict[type, type] = {}
 
 
-def attach(pipe: P) -> P:
+def attach(pipe: P, *, max_rank: int | None = None) -> P:
     """The same pipeline, with `load_lora`, `set_loras`, `loras`, ... and diffusers' own adapter names on one engine.
 
-    Changes no weight; attaching again changes nothing.  Raises DiffLoRAError if it is no diffusers pipeline, holds PEFT
-    adapters, or mixes components of pipelines that are attached separately.
+    Changes no weight; attaching again changes nothing.  `max_rank` reserves room for so many ranks (each adapter's
+    rounded up to a multiple of 16) on every linear layer of the denoiser, at addresses that stay: attach before
+    torch.compile or a CUDA graph's capture, and adapters loaded with mode="kernel", their ranks and strengths change
+    without recompiling.  It takes (in + out) * max_rank numbers a layer.
+    Raises DiffLoRAError if it is no diffusers pipeline, holds PEFT adapters, or mixes components of pipelines that are
+    attached separately.
     """
     from diffusers import DiffusionPipeline
 
@@ -45,6 +49,8 @@ def attach(pipe: P) -> P:
     engine = next(iter(engines.values()), None) or Engine()
     surface.adopt(engine, pipe)
     engine.pipelines.add(pipe)
+    if max_rank is not None:
+        engine.reserve(max_rank)
     if not hasattr(type(pipe), _BASE):
         pipe.__class__ = _attached(type(pipe))
     return pipe
@@ -62,6 +68,7 @@ def detach(pipe: P) -> P:
     with engine.lock:
         if set(engine.pipelines) <= {pipe}:
             engine.clear()
+            engine.reserve(0)
             for model in engine.models.values():
                 targets.unwrapped(model).__dict__.pop(Anchor.KEY, None)
         engine.pipelines.discard(pipe)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from difflora import linear, merge, targets, weights, widening
-from difflora.composing import stack
-from difflora.factors import home
+from difflora import linear, merge, ranks, targets, weights, widening
 from difflora.formats.errors import DiffLoRAError
+from difflora.kernels import ops
 from difflora.targets import Target
 from difflora.types import Joint, Mode, Section
 
@@ -37,12 +36,17 @@ class Executor:
     """`sites` are merged parameters by (component, path), `beside` patched forwards by (component, module path).
 
     `views` holds what was seen of each component since `look`: hooks, moves and wrappers may change it between calls.
+    `rooms` are the tables of kernel mode, by component, `reserved` the blocks of ranks that they always have room for,
+    and `patched` the modules that are patched, whether something acts there or not.
     """
 
     models: dict[str, nn.Module]
     sites: dict[Place, merge.Site] = field(default_factory=dict)
     beside: dict[Place, merge.Applied] = field(default_factory=dict)
     views: dict[str, View] = field(default_factory=dict)
+    rooms: dict[str, ranks.Arena] = field(default_factory=dict)
+    reserved: int = 0
+    patched: set[Place] = field(default_factory=set)
 
     def look(self) -> None:
         """Forget what was seen of the modules, and follow weights that were moved, cast or replaced since."""
@@ -184,25 +188,86 @@ class Executor:
             raise DiffLoRAError(f"the weight of {'.'.join(place)} cannot be written any more.")
         return held
 
+    def reserve(self, blocks: int) -> None:
+        """Keep room for so many blocks of 16 ranks on every linear layer of the denoisers, and keep them patched."""
+        before = self.reserved
+        self.reserved = blocks
+        if blocks != before:
+            self.rooms.clear()
+            self._patch(dict(self.beside))
+
     def _patch(self, wanted: Plan) -> None:
-        for place in [p for p in self.beside if p not in wanted]:
+        every = {**dict.fromkeys(self._kept(), ()), **wanted}
+        for place in [p for p in self.patched if p not in every]:
             if self._here(place):
                 linear.unpatch(self.target(place).module)
-            del self.beside[place]
-        for place, applied in wanted.items():
-            module = self.target(place).module
-            if weights.shards(module) > 1:
+            self.patched.discard(place)
+            self.beside.pop(place, None)
+        for place in wanted:
+            shards = weights.shards(self.target(place).module)
+            if shards > 1:
                 raise DiffLoRAError(
-                    f"{'.'.join(place)} is sharded over {weights.shards(module)} processes, which is not supported "
+                    f"{'.'.join(place)} is sharded over {shards} processes, which is not supported "
                     "yet. Load adapters on a model that is whole on each process."
                 )
+        given = {place: linear.parts(p for p in applied if p[0].name != "bias") for place, applied in every.items()}
+        sites = self._sites(given)
+        for place, applied in every.items():
+            module, site = self.target(place).module, sites.get(place)
             held = linear.patched(module) and linear.current(module)
-            if not held or not _equal(self.beside.get(place, ()), applied):
-                low = [(part, weight) for part, weight in applied if part.name != "bias"]
-                parts = linear.terms(stack(low, home(module)), module) if low else []
-                parts += linear.bias_terms([(part, weight) for part, weight in applied if part.name == "bias"])
-                linear.patch(module, parts, (targets.weight_shape(module) or (0,))[0])
+            if held and linear.site(module) is site and _equal(self.beside.get(place, ()), applied):
+                continue
+            made = [] if site is not None else linear.terms(given[place], module)
+            made += linear.bias_terms([part for part in applied if part[0].name == "bias"])
+            rows = (targets.weight_shape(module) or (0,))[0]
+            linear.patch(module, made, rows, site, given[place] if site is not None else ())
+            self.patched.add(place)
+            self.beside.pop(place, None)
+            if applied:
                 self.beside[place] = applied
+
+    def _kept(self) -> list[Place]:
+        """The places that are patched whatever acts there, so that compiled code need not change."""
+        components = [name for name in self.models if self.reserved and not name.startswith("text_encoder")]
+        return [(c, path) for c in components for path in self._tabled(c, targets.modules(self.models[c]))]
+
+    def _tabled(self, component: str, modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """The linear layers of these that the tables are for: all on one device, others add their terms in torch."""
+        kept = self.reserved and not component.startswith("text_encoder")
+        found = {
+            path: (module, device)
+            for path, module in modules.items()
+            if (device := linear.device(module)) is not None and (kept or ops.kernels_for(device))
+        }
+        first = next((device for _, device in found.values()), None)
+        return {path: module for path, (module, device) in found.items() if device == first}
+
+    def _sites(self, given: Mapping[Place, tuple[ranks.Part, ...]]) -> dict[Place, ranks.Site]:
+        """The places in the tables of kernel mode of everything that has one, with these terms entered."""
+        sites: dict[Place, ranks.Site] = {}
+        for component in {place[0] for place in given} | set(self.rooms):
+            mine = {path: parts for (c, path), parts in given.items() if c == component}
+            tabled = self._tabled(component, {path: self.target((component, path)).module for path in mine})
+            room = self._room(component, tabled, mine)
+            if room is not None:
+                room.fill({path: [mine[path]] for path in tabled if mine[path]})
+                sites.update({(component, path): room.sites[path] for path in tabled})
+        return sites
+
+    def _room(
+        self, component: str, modules: Mapping[str, nn.Module], parts: Mapping[str, tuple[ranks.Part, ...]]
+    ) -> ranks.Arena | None:
+        """Room for these terms: what there is if they fit, else new room; None if nothing needs any."""
+        room = self.rooms.get(component)
+        shapes = linear.shapes(modules, targets.unwrapped(self.models[component]))
+        kept = 0 if component.startswith("text_encoder") else self.reserved
+        blocks = max((sum(part.blocks for part in parts[path]) for path in modules), default=0)
+        if room is not None and room.holds(shapes, kept or blocks):
+            return room
+        self.rooms.pop(component, None)
+        if modules:
+            self.rooms[component] = ranks.arena(shapes, kept or -(-blocks // 4) * 4, 1, 1)
+        return self.rooms.get(component)
 
     def _follow(self, place: Place, site: merge.Site, held: tuple[Tensor, ...] | None) -> None:
         """Recognise what became of a merged weight, and keep its base true."""

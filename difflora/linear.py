@@ -1,13 +1,14 @@
-"""Kernel mode in plain torch: a module's forward is patched in place so that it adds its adapters' low-rank terms.
+"""Kernel mode: a module's forward is patched in place so that it adds its adapters' low-rank terms.
 
 The patch sits at the innermost forward, beneath every hook, so hooks may come and go around it.  No module is wrapped
-or replaced: paths, `state_dict()` keys, types and isinstance checks stay.
+or replaced: paths, `state_dict()` keys, types and isinstance checks stay.  A linear layer on a GPU reads the tables of
+`ranks` through the operations of `kernels.ops`; every other module, place and dtype adds `Term`s in plain torch.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, NoReturn
@@ -16,16 +17,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from difflora.deltas import LowRank
+from difflora import siblings
+from difflora.deltas import LowRank, tensors
+from difflora.factors import home
 from difflora.formats.errors import DiffLoRAError
-from difflora.kernels import reference
+from difflora.kernels import ops, reference
+from difflora.ranks import Part, Shape, Site
 from difflora.slots import innermost, is_own, swap
 from difflora.targets import CONV, weight_shape
-from difflora.types import Section, Stack
+from difflora.types import Section
 
 _STATE = "_difflora"
+RANKS = reference.RANKS
+Parts = tuple[Part, ...]
 # The dtypes that a module computes in: its weight may be stored in another.
 _COMPUTE = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_TABLED = _COMPUTE[:3]
 _POINTWISE = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
@@ -46,21 +53,39 @@ class Term:
 
 
 @dataclass(eq=False, slots=True)
+class Terms:
+    """Terms as they were made, and where and as the last call used them."""
+
+    made: list[Term]
+    placed: list[Term]
+
+    @classmethod
+    def of(cls, made: Iterable[Term]) -> Terms:
+        terms = list(made)
+        return cls(terms, list(terms))
+
+
+@dataclass(eq=False, slots=True)
 class State:
     """What the patched forward of one module reads.
 
     `original` is the forward beneath it, `rows` the height of the output, `rest` the device and dtype that the weight
-    had when `terms` were made, and `placed` the terms where and as the last call used them.
+    had when it was patched, `terms` what is added in plain torch, `site` the module's place in the tables, and
+    `parts` what is entered there, from which `spare` terms are made for inputs that come from elsewhere.  `plain` says
+    that the forward beneath is the linear layer's own.
     """
 
     original: Callable[..., Any]
     rows: int
     rest: tuple[object, ...]
-    terms: list[Term]
-    placed: list[Term]
+    terms: Terms
+    site: Site | None = None
+    parts: tuple[Part, ...] = ()
+    spare: Terms | None = None
+    plain: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        held = (self.original, self.rows, self.rest, self.terms, self.placed)
+        held = (self.original, self.rows, self.rest, self.terms, self.site, self.parts, self.spare, self.plain)
         return State(*copy.deepcopy(held, memo))
 
     def __reduce__(self) -> NoReturn:
@@ -71,21 +96,38 @@ class State:
         )
 
 
-def terms(joined: Stack, module: nn.Module) -> list[Term]:
-    """The terms of a Stack in the shapes that the module's own operation takes, in the dtype that it computes in."""
+def parts(applied: Iterable[tuple[Section, float]]) -> tuple[Part, ...]:
+    """The low-rank terms of a module; DiffLoRAError for a strength that is no finite number in fp32."""
+    return tuple(_part_of(section, weight) for section, weight in applied)
+
+
+def _part_of(section: Section, weight: float) -> Part:
+    delta = section.delta
+    scale = weight * delta.scale
+    if abs(scale) > torch.finfo(torch.float32).max:
+        raise DiffLoRAError(f"the weight of {section.path} times alpha / rank is {scale:g}, no finite number in fp32.")
+    if isinstance(delta, LowRank):
+        key = (delta.down,) if delta.mid is None else (delta.down, delta.mid)
+        return Part(delta, key, delta.rank, section.start, section.stop, scale)
+    pair = delta.low_rank()
+    assert pair is not None, "what has no low-rank form acts in the weights"
+    return Part(delta, tensors(delta), pair[0].shape[0], section.start, section.stop, scale)
+
+
+def terms(given: Iterable[Part], module: nn.Module) -> list[Term]:
+    """Terms in the shapes that the module's own operation takes, in the dtype that it computes in."""
     kernel = (module.in_channels // module.groups, *module.kernel_size) if isinstance(module, CONV) else (-1,)
     weight = module._parameters.get("weight")
     dtype = weight.dtype if weight is not None and weight.dtype in _COMPUTE else torch.float32
-    return [
-        Term(
-            joined.a[part.first : part.last].reshape(part.last - part.first, *kernel),
-            part.b,
-            torch.tensor(part.scale, dtype=torch.float32),
-            part.start,
-            part.stop,
-        ).to(part.b.device, dtype)
-        for part in joined.parts
-    ]
+    made: list[Term] = []
+    shared: dict[Hashable, Tensor] = {}
+    for part in given:
+        pair = part.source.low_rank()
+        assert pair is not None, "what has no low-rank form acts in the weights"
+        a = shared.setdefault(part.a, pair[0].to(home(module), dtype).reshape(part.rank, *kernel))
+        scale = torch.tensor(part.scale, dtype=torch.float32, device=a.device)
+        made.append(Term(a, pair[1].to(a), scale, part.start, part.stop))
+    return made
 
 
 def bias_terms(parts: Iterable[tuple[Section, float]]) -> list[Term]:
@@ -99,32 +141,68 @@ def bias_terms(parts: Iterable[tuple[Section, float]]) -> list[Term]:
 def forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The module's own output plus its terms.  One function for every module: its state is in the module."""
     state: State = self._difflora  # type: ignore[assignment]
-    output: Tensor = state.original(input, *args, **kwargs)
-    if hasattr(input, "to_local"):
-        return _sharded(self, state, input, output)
-    for index in range(len(state.terms)):
-        output = output + _part(_placed(state, index, input, output), self, input, state.rows)
+    site, added = state.site, state.terms
+    if site is None:
+        output: Tensor = state.original(input, *args, **kwargs)
+    elif site.b.device == input.device and not hasattr(input, "to_local"):
+        output = _tabled(self, state, site, input)
+    else:
+        output = state.original(input, *args, **kwargs)
+        output = _added(output, _spare(self, state), self, input, state.rows)
+    return _added(output, added, self, input, state.rows)
+
+
+def _tabled(module: nn.Module, state: State, site: Site, input: Tensor) -> Tensor:
+    """The output of a linear layer with what the tables say."""
+    if not (torch.compiler.is_compiling() or site.busy or ops.capturing()):
+        return state.original(input)  # type: ignore[no-any-return]
+    t = site.bank.product(input, site.samples)
+    tables = (site.b, site.entries, site.scales, site.counts, site.samples)
+    if state.plain and not torch.is_autocast_enabled(input.device.type):
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+        if weight is not None and input.dtype == weight.dtype == site.b.dtype:
+            return ops.linear(input, weight, bias, t, *tables)  # type: ignore[no-any-return]
+    output: Tensor = state.original(input)
+    if torch.is_grad_enabled() and (output.requires_grad or t.requires_grad):
+        flat = reference.expand(output.reshape(-1, output.shape[-1]), t, *tables)
+        return flat.view(output.shape)
+    ops.expand_(output, t, *tables)
     return output
 
 
-def _sharded(module: nn.Module, state: State, input: Any, output: Any) -> Tensor:
+def _spare(module: nn.Module, state: State) -> Terms:
+    """What the tables say, as terms that follow the input to its device."""
+    if state.spare is None:
+        state.spare = Terms.of(terms(state.parts, module))
+    return state.spare
+
+
+def _added(output: Tensor, added: Terms, module: nn.Module, input: Tensor, rows: int) -> Tensor:
+    if hasattr(input, "to_local"):
+        return _sharded(module, added, input, output, rows)
+    for index in range(len(added.made)):
+        output = output + _part(_placed(added, index, input, output), module, input, rows)
+    return output
+
+
+def _sharded(module: nn.Module, added: Terms, input: Any, output: Any, rows: int) -> Tensor:
     """The same on DTensors of a one-process mesh, where the local tensor is the whole one."""
     local = input.to_local()
-    for index in range(len(state.terms)):
-        part = _part(_placed(state, index, local, output), module, local, state.rows)
+    for index in range(len(added.made)):
+        part = _part(_placed(added, index, local, output), module, local, rows)
         output = output + type(output).from_local(part, output.device_mesh, output.placements)
     return output  # type: ignore[no-any-return]
 
 
-def _placed(state: State, index: int, input: Tensor, output: Tensor) -> Term:
+def _placed(added: Terms, index: int, input: Tensor, output: Tensor) -> Term:
     """The term on the input's device, in the dtype of the output."""
-    term = state.placed[index]
+    term = added.placed[index]
     if term.b.device == input.device and term.b.dtype == output.dtype:
         return term
     # From the terms as they were made: a chain of casts would round every time.
-    term = state.terms[index].to(input.device, output.dtype)
+    term = added.made[index].to(input.device, output.dtype)
     if not torch.compiler.is_compiling():
-        state.placed[index] = term
+        added.placed[index] = term
     return term
 
 
@@ -167,6 +245,12 @@ def patched(module: nn.Module) -> bool:
     return _STATE in module.__dict__ and not is_own(getattr(*innermost(module)), module)
 
 
+def site(module: nn.Module) -> Site | None:
+    """The place in the tables that this patched module reads."""
+    state: State = module.__dict__[_STATE]
+    return state.site
+
+
 def current(module: nn.Module) -> bool:
     """Whether the weight is still where, and of the dtype, for which the terms of this patched module were made."""
     return bool(module.__dict__[_STATE].rest == _rest(module))
@@ -177,14 +261,40 @@ def _rest(module: nn.Module) -> tuple[object, ...]:
     return () if weight is None else (weight.device, weight.dtype)
 
 
-def patch(module: nn.Module, parts: list[Term], rows: int) -> None:
-    """Make the module add `parts` to its output; replaces the terms if it is patched already."""
+def device(module: nn.Module) -> torch.device | None:
+    """Where the tables of kernel mode belong for this module; None if they have no form for it."""
+    weight = module._parameters.get("weight")
+    if not isinstance(module, nn.Linear) or weight is None or weight.is_meta or hasattr(weight, "device_mesh"):
+        return None
+    return weight.device if weight.dtype in _TABLED else None
+
+
+def shapes(modules: Mapping[str, nn.Module], model: nn.Module) -> dict[Hashable, Shape]:
+    """What room the tables need for these linear layers."""
+    bank = siblings.banks(modules, model)
+    return {
+        path: Shape(bank[path], *_sizes(module), module.weight.dtype, module.weight.device)  # type: ignore[arg-type]
+        for path, module in modules.items()
+    }
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    rows, cols = weight_shape(module) or (0, 0)
+    return rows, cols
+
+
+def patch(module: nn.Module, made: Iterable[Term], rows: int, site: Site | None = None, given: Parts = ()) -> None:
+    """Make the module add these terms to its output, and what `site` holds of it; replaces what it added before."""
+    added = Terms.of(made)
     if patched(module):
         state: State = module.__dict__[_STATE]
-        state.rows, state.rest, state.terms, state.placed = rows, _rest(module), parts, list(parts)
+        state.rows, state.rest, state.terms = rows, _rest(module), added
+        state.site, state.parts, state.spare = site, given, None
         return
     owner, name = innermost(module)
-    module.__dict__[_STATE] = State(getattr(owner, name), rows, _rest(module), parts, list(parts))
+    original = getattr(owner, name)
+    plain = type(module) is nn.Linear and is_own(original, module)
+    module.__dict__[_STATE] = State(original, rows, _rest(module), added, site, given, plain=plain)
     setattr(owner, name, MethodType(forward, module))
 
 
@@ -198,4 +308,4 @@ def unpatch(module: nn.Module) -> None:
         del module.__dict__[_STATE]
     else:
         # Beneath a wrapper that keeps its forward to itself: the patch stays, and adds nothing.
-        state.terms, state.placed = [], []
+        state.terms, state.site, state.parts, state.spare = Terms.of(()), None, (), None

@@ -169,6 +169,14 @@ class Engine:
                 self.loaded[name] = replace(held, bound=factors.own(held.bound, {}, torch.device(device)))
             self.refresh()
 
+    def reserve(self, ranks: int) -> None:
+        """Keep room for so many ranks on every linear layer of the denoisers; 0 gives it up."""
+        with self.lock:
+            if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 0:
+                raise DiffLoRAError(f"max_rank is {ranks!r}; expected a whole number of ranks, 0 or more.")
+            self.executor.look()
+            self.executor.reserve(-(-ranks // linear.RANKS))
+
     def known(self, names: Collection[str]) -> None:
         """DiffLoRAError unless every name is loaded."""
         missing = [repr(name) for name in names if name not in self.loaded]

@@ -73,7 +73,7 @@ def operated(module: nn.Module, weight: Tensor, input: Tensor) -> Tensor:
 
 
 def patched(module: nn.Module, applied: merge.Applied) -> nn.Module:
-    linear.patch(module, linear.terms(stack(applied, CPU), module), module.weight.shape[0])
+    linear.patch(module, linear.terms(linear.parts(applied), module), module.weight.shape[0])
     return module
 
 
@@ -181,13 +181,13 @@ def test_casting_there_and_back_loses_nothing_of_the_adapter() -> None:
 
 def test_weights_stored_in_fp8_do_not_round_the_adapter() -> None:
     module = nn.Linear(24, 40).to(torch.float8_e4m3fn)
-    made = linear.terms(stack(((Section("x", low_rank(torch.empty(40, 24), 3), 0, 40), 0.7),), CPU), module)
+    made = linear.terms(linear.parts([(Section("x", low_rank(torch.empty(40, 24), 3), 0, 40), 0.7)]), module)
     assert {made[0].a.dtype, made[0].b.dtype, made[0].scale.dtype} == {torch.float32}
 
 
 def test_the_strength_is_kept_in_fp32_beside_low_precision_weights() -> None:
     module = nn.Linear(24, 40).bfloat16()
-    made = linear.terms(stack(((Section("x", low_rank(torch.empty(40, 24), 3), 0, 40), 0.7),), CPU), module)
+    made = linear.terms(linear.parts([(Section("x", low_rank(torch.empty(40, 24), 3), 0, 40), 0.7)]), module)
     assert made[0].scale.dtype == torch.float32
     assert float(made[0].scale) == pytest.approx(0.7 * 2 / 3, rel=1e-7)
 
