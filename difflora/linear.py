@@ -21,7 +21,7 @@ from difflora import siblings
 from difflora.deltas import LowRank, tensors
 from difflora.factors import home
 from difflora.formats.errors import DiffLoRAError
-from difflora.kernels import ops, reference
+from difflora.kernels import facts, ops, reference
 from difflora.ranks import Part, Shape, Site
 from difflora.slots import innermost, is_own, swap
 from difflora.targets import CONV, weight_shape
@@ -154,19 +154,20 @@ def forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor
 
 def _tabled(module: nn.Module, state: State, site: Site, input: Tensor) -> Tensor:
     """The output of a linear layer with what the tables say."""
-    if not (torch.compiler.is_compiling() or site.busy or ops.capturing()):
+    if not (torch.compiler.is_compiling() or site.busy or facts.capturing()):
         return state.original(input)  # type: ignore[no-any-return]
+    operations = ops.operations()
     t = site.bank.product(input, site.samples)
     tables = (site.b, site.entries, site.scales, site.counts, site.samples)
     if state.plain and not torch.is_autocast_enabled(input.device.type):
         weight, bias = module._parameters["weight"], module._parameters["bias"]
         if weight is not None and input.dtype == weight.dtype == site.b.dtype:
-            return ops.linear(input, weight, bias, t, *tables)  # type: ignore[no-any-return]
+            return operations.linear(input, weight, bias, t, *tables)
     output: Tensor = state.original(input)
     if torch.is_grad_enabled() and (output.requires_grad or t.requires_grad):
         flat = reference.expand(output.reshape(-1, output.shape[-1]), t, *tables)
         return flat.view(output.shape)
-    ops.expand_(output, t, *tables)
+    operations.expand_(output, t, *tables)
     return output
 
 

@@ -7,16 +7,16 @@ with zeros.  Changing strengths rewrites the tables of the whole model in one co
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from difflora.formats.errors import DiffLoRAError
-from difflora.kernels import ops
+from difflora.kernels import facts
+from difflora.kernels.ops import operations
 from difflora.kernels.reference import ENTRY, RANKS
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Bank:
         return t
 
     def _shrunk(self, x: Tensor, samples: Tensor) -> Tensor:
-        t: Tensor = ops.shrink(x, self.a, self.ids, self.counts, samples)
+        t: Tensor = operations().shrink(x, self.a, self.ids, self.counts, samples)
         return t
 
 
@@ -140,11 +140,13 @@ class _Tables:
 
     here: Tensor
     there: Tensor
+    # `here` as numpy sees it: one number is written in a tenth of the time.
+    numbers: Any
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> _Tables:
         host = torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
-        return cls(host, torch.zeros(*shape, dtype=dtype, device=device))
+        return cls(host, torch.zeros(*shape, dtype=dtype, device=device), host.numpy())
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -158,6 +160,8 @@ class Arena:
     sites: dict[Hashable, Site] = field(default_factory=dict)
     tables: dict[str, _Tables] = field(default_factory=dict)
     numbers: dict[Hashable, int] = field(default_factory=dict)
+    # Where the scales of each entry's ranks begin in its table of vectors: (module, request, entry) -> index.
+    steps: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     def spread(self, requests: Sequence[int]) -> None:
         """The rows of every input are runs of equal length, one for each of these requests, in order."""
@@ -167,13 +171,13 @@ class Arena:
                 f"{self.samples.numel() - 1}. Use smaller batches."
             )
         self.samples[: 1 + len(requests)].copy_(torch.tensor([len(requests), *requests], dtype=torch.int32))
-        ops.announce_rows(self.samples, requests)
+        facts.tell_rows(self.samples, requests)
         self.forget()
 
     def addresses(self) -> list[int]:
-        """Where the tables are that `ops` was told of."""
-        told = [self.samples, *(t for bank in self.banks.values() for t in (bank.a, bank.counts))]
-        told += [t for site in self.sites.values() for t in (site.entries, site.counts)]
+        """Where the tables are that `facts` was told of."""
+        told = [self.samples, *(bank.ids for bank in self.banks.values())]
+        told += [site.entries for site in self.sites.values()]
         return [table.data_ptr() for table in told]
 
     def holds(self, shapes: Mapping[Hashable, Shape], blocks: int) -> bool:
@@ -188,29 +192,66 @@ class Arena:
     def fill(self, wanted: Mapping[Hashable, Sets]) -> None:
         """Make these terms act, and no others.  DiffLoRAError, before any change, if they do not fit."""
         members: dict[Hashable, dict[Hashable, Part]] = {}
+        grouped: dict[Hashable, dict[Hashable, Sets]] = {}
         for name, sets in wanted.items():
-            parts = members.setdefault(self.shapes[name].bank, {})
-            parts.update({part.a: part for one in sets for part in one})
+            bank = self.shapes[name].bank
+            grouped.setdefault(bank, {})[name] = sets
+            members.setdefault(bank, {}).update({part.a: part for one in sets for part in one})
         self._check(wanted, members)
         for table in self.tables.values():
             table.here.zero_()
         for bank, parts in members.items():
             first = _hold_a(self.banks[bank], parts)
-            mine = {name: sets for name, sets in wanted.items() if self.shapes[name].bank == bank}
             for request in range(len(self.tables["counts"].here[0])):
-                self._enter(bank, mine, first, request)
+                self._enter(bank, grouped[bank], first, request)
         for table in self.tables.values():
             table.there.copy_(table.here)
-        for number, bank in enumerate(self.banks.values()):
-            ops.announce(bank.counts, self.tables["bank_counts"].here[number])
-            ops.announce_ranks(bank.a, bank.height)
-        for number, site in enumerate(self.sites.values()):
-            counts = self.tables["counts"].here[number]
-            ops.announce(site.counts, counts)
-            site.busy = int(counts.max()) > 0
-            longest = int(self.tables["entries"].here[number, :, 0, 5].max())
-            ops.announce_entries(site.entries, longest if int(counts.max()) <= 1 else sys.maxsize)
+        self._tell()
         self.forget()
+
+    def _tell(self) -> None:
+        """Tell the kernels' host side what the tables hold."""
+        here = {name: table.numbers.tolist() for name, table in self.tables.items() if name != "vectors"}
+        for number, bank in enumerate(self.banks.values()):
+            facts.tell_bank(bank.ids, facts.Bank(max(here["bank_counts"][number]), bank.height * RANKS))
+        for number, site in enumerate(self.sites.values()):
+            counts = here["counts"][number]
+            site.busy = max(counts) > 0
+            alone = max(entries[0][5] for entries in here["entries"][number]) if max(counts) == 1 else 0
+            runs = tuple(self._runs(site, number, request, here) for request in range(len(counts))) if site.busy else ()
+            facts.tell_site(site.entries, facts.Site(max(counts), alone, runs))
+
+    def _runs(self, site: Site, number: int, request: int, here: Mapping[str, Any]) -> tuple[facts.Run, ...]:
+        """The entries of one request, those beside each other in every table as one."""
+        count = here["counts"][number][request]
+        entries, scales = (here[name][number][request][:count] for name in ("entries", "scales"))
+        grouped: list[list[int]] = []
+        for n, (column, place, start, stop, stride, _) in enumerate(entries):
+            if grouped:
+                before = entries[grouped[-1][-1]]
+                last = before[5]
+                follows = before[0] + last // RANKS == column and before[1] + last * before[4] == place
+                if follows and before[2:5] == [start, stop, stride]:
+                    grouped[-1].append(n)
+                    continue
+            grouped.append([n])
+        return tuple(
+            self._run(site, number, request, [entries[n] for n in run], [scales[n] for n in run], run[0])
+            for run in grouped
+        )
+
+    def _run(
+        self, site: Site, number: int, request: int, entries: list[list[int]], scales: list[float], first: int
+    ) -> facts.Run:
+        column, place, start, stop, stride, _ = entries[0]
+        ranks = sum(entry[5] for entry in entries)
+        at = (place + start // 8) * 8
+        b = site.b[at : at + ranks * stride * 8].view(ranks, -1)[:, start % 8 :][:, : stop - start]
+        columns, rows = slice(column * RANKS, column * RANKS + ranks), slice(start, stop)
+        if len(set(scales)) == 1:
+            return facts.Run(columns, rows, b, scales[0], None)
+        begin = self.steps[number, request, first]
+        return facts.Run(columns, rows, b, 1.0, self.tables["vectors"].there[number, request, begin : begin + ranks])
 
     def _check(self, wanted: Mapping[Hashable, Sets], members: Mapping[Hashable, Mapping[Hashable, Part]]) -> None:
         requests = len(self.tables["counts"].here[0])
@@ -242,17 +283,22 @@ class Arena:
         acting = {part.a: part for parts in sets.values() for part in parts}
         used = [first[key] + n for key, part in acting.items() for n in range(part.blocks)]
         number = self.numbers["bank", bank]
-        self.tables["ids"].here[number, request, : len(used)] = torch.tensor(used, dtype=torch.int32)
-        self.tables["bank_counts"].here[number, request] = len(used)
+        here = {name: table.numbers for name, table in self.tables.items()}
+        here["ids"][number, request, : len(used)] = used
+        here["bank_counts"][number, request] = len(used)
         for name, parts in sets.items():
             places = _hold_b(self.sites[name], _bs(wanted[name]))
             number = self.numbers[name]
+            step = 0
             for n, part in enumerate(parts):
                 at, stride = places[part.b]
                 entry = (first[part.a], at - part.start // 8, part.start, part.stop, stride, part.blocks * RANKS)
-                self.tables["entries"].here[number, request, n] = torch.tensor(entry, dtype=torch.int32)
-                self.tables["scales"].here[number, request, n] = part.scale
-            self.tables["counts"].here[number, request] = len(parts)
+                here["entries"][number, request, n] = entry
+                here["scales"][number, request, n] = part.scale
+                self.steps[number, request, n] = step
+                here["vectors"][number, request, step : step + part.blocks * RANKS] = part.scale
+                step += part.blocks * RANKS
+            here["counts"][number, request] = len(parts)
 
 
 def _bs(sets: Sets) -> dict[Hashable, Part]:
@@ -319,6 +365,7 @@ def arena(shapes: Mapping[Hashable, Shape], blocks: int, requests: int, samples:
         "entries": _Tables.of((len(shapes), requests, blocks, ENTRY), torch.int32, device),
         "scales": _Tables.of((len(shapes), requests, blocks), torch.float32, device),
         "counts": _Tables.of((len(shapes), requests), torch.int32, device),
+        "vectors": _Tables.of((len(shapes), requests, blocks * RANKS), torch.float32, device),
     }
     there = {name: table.there for name, table in made.tables.items()}
     for number, (bank, names) in enumerate(members.items()):
@@ -332,6 +379,6 @@ def arena(shapes: Mapping[Hashable, Shape], blocks: int, requests: int, samples:
         made.sites[name] = Site(made.banks[shape.bank], shape.rows, b, entries, scales, counts, rows)
         made.numbers[name] = number
     made.fill({})
-    ops.announce_rows(rows, [0])
-    weakref.finalize(made, ops.withdraw, made.addresses())
+    facts.tell_rows(rows, [0])
+    weakref.finalize(made, facts.forget, made.addresses())
     return made

@@ -9,7 +9,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from difflora.kernels import lowrank, ops
+from difflora.kernels import facts, lowrank
+from difflora.kernels.facts import Run
 from difflora.kernels.reference import RANKS
 
 
@@ -24,21 +25,21 @@ def _power(number: int, least: int, most: int) -> int:
 
 def shrink(x: Tensor, a: Tensor, ids: Tensor, counts: Tensor, samples: Tensor, config: tuple[int, ...] = ()) -> Tensor:
     """`reference.shrink`, but that a request's absent ranks may be anything.  `config` overrides the tile sizes."""
-    ranks = ops.most(counts, ids.shape[1]) * RANKS
+    bank, rows = facts.bank(ids), facts.rows(samples)
+    if not config and rows is not None and len(rows) == 1:
+        # cuBLAS is as fast as any kernel where all rows have the same ranks.
+        return torch.mm(x, a[: a.shape[0] if bank is None else bank.ranks].T)
     t = torch.empty(x.shape[0], a.shape[0], dtype=a.dtype, device=x.device)
+    ranks = (ids.shape[1] if bank is None else bank.most) * RANKS
     if not ranks or not x.shape[0]:
-        return t
-    if ids.shape[0] == 1 or not (config or ops.mixed(samples)):
-        ranks = ops.ranks(a)
-        torch.mm(x, a[:ranks].T, out=t[:, :ranks])
         return t
     if x.stride(-1) != 1:
         x = x.contiguous()
-    rows, cols = x.shape
-    high, wide, deep, stages, warps = config or _shrink_config(rows, ranks, x.element_size())
-    grid = (ops.tiles(samples, rows, high), triton.cdiv(ranks, wide))
+    count, cols = x.shape
+    high, wide, deep, stages, warps = config or _shrink_config(count, ranks, x.element_size())
+    grid = (facts.tiles(samples, count, high), triton.cdiv(ranks, wide))
     lowrank.shrink[grid](
-        x, a, t, ids, counts, samples, rows, cols, x.stride(0), ids.shape[1], a.shape[0],
+        x, a, t, ids, counts, samples, count, cols, x.stride(0), ids.shape[1], a.shape[0],
         BM=high, BR=wide, BK=deep, STAGES=stages, PRECISION=_precision(x.dtype), num_warps=warps,
     )  # fmt: skip
     return t
@@ -54,16 +55,37 @@ def expand(
     config: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
     """`reference.expand` in place."""
-    if not ops.most(counts, entries.shape[1]) or not y.shape[0]:
+    site, known = facts.site(entries), facts.rows(samples)
+    if not y.shape[0] or (site is not None and not site.most):
         return
     rows, cols = y.shape
+    if not config and site is not None and known is not None and len(known) == 1:
+        runs = site.runs[known[0]] if known[0] < len(site.runs) else ()
+        if not _wide(rows, cols, runs):
+            for run in runs:
+                _product(y, t, run)
+            return
     high, wide, deep, tiles, warps, stages = config or _expand_config(rows, y.element_size())
-    grid = (triton.cdiv(cols, wide * tiles), ops.tiles(samples, rows, high))
+    grid = (triton.cdiv(cols, wide * tiles), facts.tiles(samples, rows, high))
     lowrank.expand[grid](
-        y, t, b, entries, scales, counts, samples, rows, cols, y.stride(0), entries.shape[1], t.shape[1],
+        y, t, b, entries, scales, counts, samples, rows, cols, y.stride(0), entries.shape[1], t.stride(0),
         BM=high, BN=wide, BR=deep, TILES=tiles, STAGES=stages, SINGLE=entries.shape[0] == 1,
-        SHORT=ops.short(entries, deep), PRECISION=_precision(b.dtype), num_warps=warps, num_stages=stages,
+        SHORT=site is not None and 0 < site.alone <= deep, PRECISION=_precision(b.dtype), num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
+
+
+def _wide(rows: int, cols: int, runs: tuple[Run, ...]) -> bool:
+    """Whether `lowrank.expand` is measured to be faster than cuBLAS: one wide product of few ranks."""
+    return rows > 1024 and cols >= 9216 and len(runs) == 1 and runs[0].b.shape[0] <= 64
+
+
+def _product(y: Tensor, t: Tensor, run: Run) -> None:
+    part = t[:, run.columns]
+    if run.scales is not None:
+        part = torch.mul(part, run.scales, out=torch.empty_like(part))
+    whole = y if run.b.shape[1] == y.shape[1] else y[:, run.rows]
+    whole.addmm_(part, run.b, alpha=run.alpha)
 
 
 def _expand_config(rows: int, size: int) -> tuple[int, ...]:
@@ -82,14 +104,14 @@ def gemm(
     high, wide, deep, ranks, group, stages, warps, flat = config
     flat_x = x.reshape(-1, depth)
     y = torch.empty(rows, cols, dtype=x.dtype, device=x.device)
-    count = ops.tiles(samples, rows, high)
+    count = facts.tiles(samples, rows, high)
     programs = min(_processors(x.device), count * triton.cdiv(cols, wide))
     lowrank.gemm[(programs,)](
         TensorDescriptor(flat_x, [rows, depth], [flat_x.stride(0), 1], [high, deep]),
         TensorDescriptor(weight, [cols, depth], [weight.stride(0), 1], [wide, deep]),
         TensorDescriptor(y, [rows, cols], [cols, 1], [high, wide]),
         y, y if bias is None else bias, t, b, entries, scales, counts, samples, rows, cols, depth, entries.shape[1],
-        t.shape[1], count,
+        t.stride(0), count,
         BM=high, BN=wide, BK=deep, BR=ranks, GROUP=group, STAGES=stages, BIAS=bias is not None, PROGRAMS=programs,
         FLAT=bool(flat), PRECISION=_precision(x.dtype), num_warps=warps,
     )  # fmt: skip

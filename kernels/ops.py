@@ -1,14 +1,13 @@
 """Kernel mode as operations of torch: opaque to compilers, safe to capture, and a plan for each shape behind them.
 
 The tables that an operation reads are device tensors, so a captured graph follows every change of adapters.  Outside a
-capture the host's copy of the counts (`announce`) spares the launches for modules on which nothing acts.
+capture, what the host knows of them (`facts`) spares launches.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import sys
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from difflora.kernels import reference
-from difflora.kernels.reference import RANKS
 
 _library: Any = torch.library.Library("difflora", "DEF")  # type: ignore[no-untyped-call]
 _library.define("shrink(Tensor x, Tensor a, Tensor ids, Tensor counts, Tensor samples) -> Tensor")
@@ -28,78 +26,15 @@ _library.define(
     "expand_(Tensor(a!) y, Tensor t, Tensor b, Tensor entries, Tensor scales, Tensor counts, Tensor samples) -> ()"
 )
 
-# The most blocks of any request, by the address of a table of counts; and the number of samples, by theirs.
-_counts: dict[int, int] = {}
-_samples: dict[int, int] = {}
-_ranks: dict[int, int] = {}
-_longest: dict[int, int] = {}
-
-
-def announce(counts: Tensor, values: Tensor) -> None:
-    """Tell what a table of counts on the device holds."""
-    _counts[counts.data_ptr()] = int(values.max())
-
-
-def announce_ranks(a: Tensor, blocks: int) -> None:
-    """Tell how many blocks of ranks of an a are in use: the first ones."""
-    _ranks[a.data_ptr()] = blocks
-
-
-def announce_entries(entries: Tensor, longest: int) -> None:
-    """Tell the most ranks of any request of a module where none has more than one entry; else a very large number."""
-    _longest[entries.data_ptr()] = longest
-
-
-def announce_rows(samples: Tensor, requests: Sequence[int]) -> None:
-    """Tell how many samples a table of samples on the device has."""
-    _samples[samples.data_ptr()] = len(requests)
-
-
-def withdraw(addresses: Iterable[int]) -> None:
-    """Forget tables that are freed: their addresses will be somebody else's."""
-    for address in addresses:
-        for known in (_counts, _samples, _ranks, _longest):
-            known.pop(address, None)
-
 
 def kernels_for(device: torch.device) -> bool:
     """Whether the kernels run on this device: it is a GPU that Triton knows."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and _has_triton()
 
 
-def most(counts: Tensor, capacity: int) -> int:
-    """The blocks of ranks to launch for: what a graph is captured with must hold for every later change."""
-    return capacity if capturing() else _counts.get(counts.data_ptr(), capacity)
-
-
-def ranks(a: Tensor) -> int:
-    """The ranks of an a that may be in use, from the first."""
-    return a.shape[0] if capturing() else RANKS * _ranks.get(a.data_ptr(), a.shape[0] // RANKS)
-
-
-def tiles(samples: Tensor, rows: int, height: int) -> int:
-    """The row tiles to launch for: each sample's rows have tiles of their own."""
-    count = None if capturing() else _samples.get(samples.data_ptr())
-    if count is None:
-        return -(-rows // height) + min(rows, samples.numel() - 1)
-    if rows % count:
-        raise ValueError(f"an input of {rows} rows does not divide into the batch's {count} samples.")
-    return count * -(-rows // count // height)
-
-
-def short(entries: Tensor, ranks: int) -> bool:
-    """Whether no request has more than one entry, of at most so many ranks."""
-    return not capturing() and _longest.get(entries.data_ptr(), sys.maxsize) <= ranks
-
-
-def mixed(samples: Tensor) -> bool:
-    """Whether rows of one batch may have different requests."""
-    return capturing() or _samples.get(samples.data_ptr(), 2) > 1
-
-
-def capturing() -> bool:
-    """Whether a graph is being captured on this stream."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -126,7 +61,7 @@ def _linear(
     counts: Tensor,
     samples: Tensor,
 ) -> Tensor:
-    if kernels_for(x.device) and most(counts, entries.shape[1]):
+    if kernels_for(x.device):
         from difflora.kernels import launch
 
         y = launch.gemm(x, weight, bias, t, b, entries, scales, counts, samples)
@@ -141,7 +76,7 @@ def _expand(y: Tensor, t: Tensor, b: Tensor, entries: Tensor, scales: Tensor, co
     flat = y.view(-1, y.shape[-1])
     if not kernels_for(y.device):
         flat.copy_(reference.expand(flat, t, b, entries, scales, counts, samples))
-    elif most(counts, entries.shape[1]):
+    else:
         from difflora.kernels import launch
 
         launch.expand(flat, t, b, entries, scales, counts, samples)
@@ -199,6 +134,24 @@ for _name, _shape in (("shrink", _shrink_shape), ("linear", _linear_shape), ("ex
     torch.library.register_fake(f"difflora::{_name}", _shape)
 torch.library.register_autograd("difflora::shrink", _back_shrink, setup_context=_keep_shrink)
 torch.library.register_autograd("difflora::linear", _back_linear, setup_context=_keep_linear)
-shrink = torch.ops.difflora.shrink.default
-linear = torch.ops.difflora.linear.default
-expand_ = torch.ops.difflora.expand_.default
+
+
+class Traced:
+    """The operations as compilers and autograd see them."""
+
+    shrink = torch.ops.difflora.shrink.default
+    linear = torch.ops.difflora.linear.default
+    expand_ = torch.ops.difflora.expand_.default
+
+
+class Direct:
+    """The same without torch's dispatcher, which takes longer than the kernels of a small layer."""
+
+    shrink = staticmethod(_shrink)
+    linear = staticmethod(_linear)
+    expand_ = staticmethod(_expand)
+
+
+def operations() -> type[Traced] | type[Direct]:
+    """`Direct` where nothing has to be traced."""
+    return Traced if torch.compiler.is_compiling() or torch.is_grad_enabled() else Direct

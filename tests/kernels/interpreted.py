@@ -113,6 +113,13 @@ def test_all_kernels(name: str, dtype: torch.dtype) -> None:
         assert intact(whole)
         torch.testing.assert_close(reference.expand(before, told, *tables), y, atol=2e-2, rtol=2e-2)
 
+    # What is chosen for this shape: products of cuBLAS where all rows have one request.
+    y, whole = guarded(count, rows, dtype)
+    y.copy_(before)
+    launch.expand(y, launch.shrink(x, bank.a, bank.ids, bank.counts, made.samples), *tables)
+    check(y, before.float() + change, plain(x, sets, requests, before))
+    assert intact(whole)
+
     weight, bias = torch.randn(rows, cols).to(dtype), torch.randn(rows).to(dtype)
     for offset in (None, bias):
         whole_gemm = launch.gemm(x, weight, offset, t, *tables, (16, 32, 32, 16, 2, 2, 4, 0))
