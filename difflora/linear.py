@@ -22,6 +22,8 @@ from difflora.deltas import LowRank, tensors
 from difflora.factors import home
 from difflora.formats.errors import DiffLoRAError
 from difflora.kernels import facts, ops, reference
+from difflora.kernels.facts import Run
+from difflora.kernels.products import product, wide
 from difflora.ranks import Part, Shape, Site
 from difflora.slots import innermost, is_own, swap
 from difflora.targets import CONV, weight_shape
@@ -154,11 +156,15 @@ def forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor
 
 def _tabled(module: nn.Module, state: State, site: Site, input: Tensor) -> Tensor:
     """The output of a linear layer with what the tables say."""
-    if not (torch.compiler.is_compiling() or site.busy or facts.capturing()):
+    traced = torch.compiler.is_compiling() or torch.is_grad_enabled()
+    if not (traced or site.busy or facts.capturing()):
         return state.original(input)  # type: ignore[no-any-return]
-    operations = ops.operations()
     t = site.bank.product(input, site.samples)
+    runs = None if traced else facts.runs(site.entries, site.samples)
+    if runs is not None:
+        return _products(state.original(input), t, runs, site)
     tables = (site.b, site.entries, site.scales, site.counts, site.samples)
+    operations = ops.operations()
     if state.plain and not torch.is_autocast_enabled(input.device.type):
         weight, bias = module._parameters["weight"], module._parameters["bias"]
         if weight is not None and input.dtype == weight.dtype == site.b.dtype:
@@ -167,7 +173,20 @@ def _tabled(module: nn.Module, state: State, site: Site, input: Tensor) -> Tenso
     if torch.is_grad_enabled() and (output.requires_grad or t.requires_grad):
         flat = reference.expand(output.reshape(-1, output.shape[-1]), t, *tables)
         return flat.view(output.shape)
+    output = output.contiguous()
     operations.expand_(output, t, *tables)
+    return output
+
+
+def _products(output: Tensor, t: Tensor, runs: tuple[Run, ...], site: Site) -> Tensor:
+    """The output with the terms of one request for all rows, which cuBLAS adds in place."""
+    output = output.contiguous()
+    flat = output.view(-1, output.shape[-1])
+    if output.dtype != t.dtype or (flat.is_cuda and wide(flat.shape[0], flat.shape[1], runs)):
+        ops.Direct.expand_(output, t, site.b, site.entries, site.scales, site.counts, site.samples)
+        return output
+    for run in runs:
+        product(flat, t, run)
     return output
 
 

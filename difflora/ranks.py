@@ -90,6 +90,8 @@ class Bank:
     members: int = 1
     held: tuple[Hashable, ...] = ()
     height: int = 0
+    # The ranks in use, transposed.
+    used: Tensor | None = None
     seen: Tensor | None = None
     version: int = 0
     t: Tensor | None = None
@@ -115,6 +117,11 @@ class Bank:
         return t
 
     def _shrunk(self, x: Tensor, samples: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and self.used is not None:
+            requests = facts.rows(samples)
+            if requests is not None and len(requests) == 1:
+                flat = x.reshape(-1, x.shape[-1])
+                return torch.mm(flat if x.dtype == self.a.dtype else flat.to(self.a.dtype), self.used)
         t: Tensor = operations().shrink(x, self.a, self.ids, self.counts, samples)
         return t
 
@@ -323,7 +330,7 @@ def _hold_a(bank: Bank, parts: Mapping[Hashable, Part]) -> dict[Hashable, int]:
         bank.a[: height * RANKS].zero_()
         for key, part in parts.items():
             bank.a[first[key] * RANKS :][: part.rank].copy_(_factors(part)[0])
-        bank.held, bank.height = tuple(parts), height
+        bank.held, bank.height, bank.used = tuple(parts), height, bank.a[: height * RANKS].T
     return first
 
 

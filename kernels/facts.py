@@ -83,6 +83,16 @@ def rows(samples: Tensor) -> tuple[int, ...] | None:
     return None if capturing() else _rows.get(samples.data_ptr())
 
 
+def runs(entries: Tensor, samples: Tensor) -> tuple[Run, ...] | None:
+    """The products that are all of a module's terms; None where rows may differ, or nothing is known."""
+    if capturing():
+        return None
+    known, requests = _sites.get(entries.data_ptr()), _rows.get(samples.data_ptr())
+    if known is None or requests is None or len(requests) > 1:
+        return None
+    return known.runs[requests[0]] if requests[0] < len(known.runs) else ()
+
+
 def tiles(samples: Tensor, count: int, height: int) -> int:
     """The row tiles to launch for an input of `count` rows: each sample's rows have tiles of their own."""
     known = rows(samples)
@@ -95,4 +105,5 @@ def tiles(samples: Tensor, count: int, height: int) -> int:
 
 def capturing() -> bool:
     """Whether a graph is being captured on this stream."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return ready and torch.cuda.is_current_stream_capturing()

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from difflora.kernels import facts, lowrank
-from difflora.kernels.facts import Run
+from difflora.kernels.products import product, wide
 from difflora.kernels.reference import RANKS
 
 
@@ -26,10 +26,12 @@ def _power(number: int, least: int, most: int) -> int:
 def shrink(x: Tensor, a: Tensor, ids: Tensor, counts: Tensor, samples: Tensor, config: tuple[int, ...] = ()) -> Tensor:
     """`reference.shrink`, but that a request's absent ranks may be anything.  `config` overrides the tile sizes."""
     bank, rows = facts.bank(ids), facts.rows(samples)
+    t = torch.empty(x.shape[0], a.shape[0], dtype=a.dtype, device=x.device)
     if not config and rows is not None and len(rows) == 1:
         # cuBLAS is as fast as any kernel where all rows have the same ranks.
-        return torch.mm(x, a[: a.shape[0] if bank is None else bank.ranks].T)
-    t = torch.empty(x.shape[0], a.shape[0], dtype=a.dtype, device=x.device)
+        used = a.shape[0] if bank is None else bank.ranks
+        torch.mm(x, a[:used].T, out=t[:, :used])
+        return t
     ranks = (ids.shape[1] if bank is None else bank.most) * RANKS
     if not ranks or not x.shape[0]:
         return t
@@ -55,37 +57,23 @@ def expand(
     config: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
     """`reference.expand` in place."""
-    site, known = facts.site(entries), facts.rows(samples)
+    site = facts.site(entries)
     if not y.shape[0] or (site is not None and not site.most):
         return
     rows, cols = y.shape
-    if not config and site is not None and known is not None and len(known) == 1:
-        runs = site.runs[known[0]] if known[0] < len(site.runs) else ()
-        if not _wide(rows, cols, runs):
-            for run in runs:
-                _product(y, t, run)
-            return
-    high, wide, deep, tiles, warps, stages = config or _expand_config(rows, y.element_size())
-    grid = (triton.cdiv(cols, wide * tiles), facts.tiles(samples, rows, high))
+    runs = None if config else facts.runs(entries, samples)
+    if runs is not None and not (runs and wide(rows, cols, runs)):
+        for run in runs:
+            product(y, t, run)
+        return
+    high, broad, deep, tiles, warps, stages = config or _expand_config(rows, y.element_size())
+    grid = (triton.cdiv(cols, broad * tiles), facts.tiles(samples, rows, high))
     lowrank.expand[grid](
         y, t, b, entries, scales, counts, samples, rows, cols, y.stride(0), entries.shape[1], t.stride(0),
-        BM=high, BN=wide, BR=deep, TILES=tiles, STAGES=stages, SINGLE=entries.shape[0] == 1,
+        BM=high, BN=broad, BR=deep, TILES=tiles, STAGES=stages, SINGLE=entries.shape[0] == 1,
         SHORT=site is not None and 0 < site.alone <= deep, PRECISION=_precision(b.dtype), num_warps=warps,
         num_stages=stages,
     )  # fmt: skip
-
-
-def _wide(rows: int, cols: int, runs: tuple[Run, ...]) -> bool:
-    """Whether `lowrank.expand` is measured to be faster than cuBLAS: one wide product of few ranks."""
-    return rows > 1024 and cols >= 9216 and len(runs) == 1 and runs[0].b.shape[0] <= 64
-
-
-def _product(y: Tensor, t: Tensor, run: Run) -> None:
-    part = t[:, run.columns]
-    if run.scales is not None:
-        part = torch.mul(part, run.scales, out=torch.empty_like(part))
-    whole = y if run.b.shape[1] == y.shape[1] else y[:, run.rows]
-    whole.addmm_(part, run.b, alpha=run.alpha)
 
 
 def _expand_config(rows: int, size: int) -> tuple[int, ...]:
