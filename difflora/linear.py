@@ -22,8 +22,6 @@ from difflora.deltas import LowRank, tensors
 from difflora.factors import home
 from difflora.formats.errors import DiffLoRAError
 from difflora.kernels import facts, ops, reference
-from difflora.kernels.facts import Run
-from difflora.kernels.products import product, wide
 from difflora.ranks import Part, Shape, Site
 from difflora.slots import innermost, is_own, swap
 from difflora.targets import CONV, weight_shape
@@ -156,37 +154,31 @@ def forward(self: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor
 
 def _tabled(module: nn.Module, state: State, site: Site, input: Tensor) -> Tensor:
     """The output of a linear layer with what the tables say."""
-    traced = torch.compiler.is_compiling() or torch.is_grad_enabled()
-    if not (traced or site.busy or facts.capturing()):
+    seen = torch.compiler.is_compiling() or torch.is_grad_enabled()
+    if not (seen or site.busy or facts.capturing()):
         return state.original(input)  # type: ignore[no-any-return]
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):
+        output: Tensor = state.original(input)
+        with torch.autocast(kind, enabled=False):
+            return _expanded(output, site.bank.product(input, site.samples), site)
     t = site.bank.product(input, site.samples)
-    runs = None if traced else facts.runs(site.entries, site.samples)
-    if runs is not None:
-        return _products(state.original(input), t, runs, site)
-    tables = (site.b, site.entries, site.scales, site.counts, site.samples)
-    operations = ops.operations()
-    if state.plain and not torch.is_autocast_enabled(input.device.type):
-        weight, bias = module._parameters["weight"], module._parameters["bias"]
-        if weight is not None and input.dtype == weight.dtype == site.b.dtype:
-            return operations.linear(input, weight, bias, t, *tables)
-    output: Tensor = state.original(input)
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    if state.plain and weight is not None and input.dtype == weight.dtype == site.b.dtype:
+        return ops.operations().linear(input, weight, bias, t, *_tables(site))  # type: ignore[no-any-return]
+    return _expanded(state.original(input), t, site)
+
+
+def _tables(site: Site) -> tuple[Tensor, ...]:
+    return site.b, site.entries, site.scales, site.counts, site.samples
+
+
+def _expanded(output: Tensor, t: Tensor, site: Site) -> Tensor:
+    """The output of any forward plus the terms of every row's request."""
     if torch.is_grad_enabled() and (output.requires_grad or t.requires_grad):
-        flat = reference.expand(output.reshape(-1, output.shape[-1]), t, *tables)
-        return flat.view(output.shape)
+        return reference.expand(output.reshape(-1, output.shape[-1]), t, *_tables(site)).view(output.shape)
     output = output.contiguous()
-    operations.expand_(output, t, *tables)
-    return output
-
-
-def _products(output: Tensor, t: Tensor, runs: tuple[Run, ...], site: Site) -> Tensor:
-    """The output with the terms of one request for all rows, which cuBLAS adds in place."""
-    output = output.contiguous()
-    flat = output.view(-1, output.shape[-1])
-    if output.dtype != t.dtype or (flat.is_cuda and wide(flat.shape[0], flat.shape[1], runs)):
-        ops.Direct.expand_(output, t, site.b, site.entries, site.scales, site.counts, site.samples)
-        return output
-    for run in runs:
-        product(flat, t, run)
+    ops.operations().expand_(output, t, *_tables(site))
     return output
 
 

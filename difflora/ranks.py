@@ -90,8 +90,6 @@ class Bank:
     members: int = 1
     held: tuple[Hashable, ...] = ()
     height: int = 0
-    # The ranks in use, transposed.
-    used: Tensor | None = None
     seen: Tensor | None = None
     version: int = 0
     t: Tensor | None = None
@@ -117,11 +115,6 @@ class Bank:
         return t
 
     def _shrunk(self, x: Tensor, samples: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and self.used is not None:
-            requests = facts.rows(samples)
-            if requests is not None and len(requests) == 1:
-                flat = x.reshape(-1, x.shape[-1])
-                return torch.mm(flat if x.dtype == self.a.dtype else flat.to(self.a.dtype), self.used)
         t: Tensor = operations().shrink(x, self.a, self.ids, self.counts, samples)
         return t
 
@@ -161,6 +154,7 @@ class Arena:
     """Room for `blocks` blocks of ranks on each of a model's modules, for `requests` different sets in a batch."""
 
     blocks: int
+    requests: int
     shapes: dict[Hashable, Shape]
     samples: Tensor
     banks: dict[Hashable, Bank] = field(default_factory=dict)
@@ -209,7 +203,7 @@ class Arena:
             table.here.zero_()
         for bank, parts in members.items():
             first = _hold_a(self.banks[bank], parts)
-            for request in range(len(self.tables["counts"].here[0])):
+            for request in range(self.requests):
                 self._enter(bank, grouped[bank], first, request)
         for table in self.tables.values():
             table.there.copy_(table.here)
@@ -222,7 +216,7 @@ class Arena:
         for number, bank in enumerate(self.banks.values()):
             facts.tell_bank(bank.ids, facts.Bank(max(here["bank_counts"][number]), bank.height * RANKS))
         for number, site in enumerate(self.sites.values()):
-            counts = here["counts"][number]
+            counts = here["counts"][number][: self.requests]
             site.busy = max(counts) > 0
             alone = max(entries[0][5] for entries in here["entries"][number]) if max(counts) == 1 else 0
             runs = tuple(self._runs(site, number, request, here) for request in range(len(counts))) if site.busy else ()
@@ -261,9 +255,8 @@ class Arena:
         return facts.Run(columns, rows, b, 1.0, self.tables["vectors"].there[number, request, begin : begin + ranks])
 
     def _check(self, wanted: Mapping[Hashable, Sets], members: Mapping[Hashable, Mapping[Hashable, Part]]) -> None:
-        requests = len(self.tables["counts"].here[0])
-        if any(len(sets) > requests for sets in wanted.values()):
-            raise DiffLoRAError(f"a batch has more different sets of adapters than the {requests} reserved.")
+        if any(len(sets) > self.requests for sets in wanted.values()):
+            raise DiffLoRAError(f"a batch has more different sets of adapters than the {self.requests} reserved.")
         sizes = [sum(part.blocks for part in _bs(sets).values()) for sets in wanted.values()]
         # A bank has the room of all its modules.
         sizes += [
@@ -330,7 +323,7 @@ def _hold_a(bank: Bank, parts: Mapping[Hashable, Part]) -> dict[Hashable, int]:
         bank.a[: height * RANKS].zero_()
         for key, part in parts.items():
             bank.a[first[key] * RANKS :][: part.rank].copy_(_factors(part)[0])
-        bank.held, bank.height, bank.used = tuple(parts), height, bank.a[: height * RANKS].T
+        bank.held, bank.height = tuple(parts), height
     return first
 
 
@@ -365,16 +358,20 @@ def arena(shapes: Mapping[Hashable, Shape], blocks: int, requests: int, samples:
     widest = max(len(names) for names in members.values()) * blocks
     rows = torch.zeros(1 + samples, dtype=torch.int32, device=device)
     rows[0] = 1
-    made = Arena(blocks, dict(shapes), rows)
+    made = Arena(blocks, requests, dict(shapes), rows)
+    # Compilers copy, at each call, what does not begin at a multiple of 16 bytes.
+    apart, parts = -(-requests // 4) * 4, -(-blocks // 4) * 4
     made.tables = {
         "ids": _Tables.of((len(members), requests, widest), torch.int32, device),
-        "bank_counts": _Tables.of((len(members), requests), torch.int32, device),
-        "entries": _Tables.of((len(shapes), requests, blocks, ENTRY), torch.int32, device),
-        "scales": _Tables.of((len(shapes), requests, blocks), torch.float32, device),
-        "counts": _Tables.of((len(shapes), requests), torch.int32, device),
+        "bank_counts": _Tables.of((len(members), apart), torch.int32, device),
+        "entries": _Tables.of((len(shapes), requests, parts, ENTRY), torch.int32, device),
+        "scales": _Tables.of((len(shapes), requests, parts), torch.float32, device),
+        "counts": _Tables.of((len(shapes), apart), torch.int32, device),
         "vectors": _Tables.of((len(shapes), requests, blocks * RANKS), torch.float32, device),
     }
     there = {name: table.there for name, table in made.tables.items()}
+    for name in ("bank_counts", "counts"):
+        there[name] = there[name][:, :requests]
     for number, (bank, names) in enumerate(members.items()):
         first = shapes[names[0]]
         a = torch.zeros(len(names) * blocks * RANKS, first.cols, dtype=first.dtype, device=device)

@@ -83,6 +83,14 @@ def rows(samples: Tensor) -> tuple[int, ...] | None:
     return None if capturing() else _rows.get(samples.data_ptr())
 
 
+def ranks(ids: Tensor, samples: Tensor) -> int | None:
+    """How many ranks of a are in use, from the first; None where rows may differ, or nothing is known."""
+    if capturing():
+        return None
+    known, requests = _banks.get(ids.data_ptr()), _rows.get(samples.data_ptr())
+    return None if known is None or requests is None or len(requests) > 1 else known.ranks
+
+
 def runs(entries: Tensor, samples: Tensor) -> tuple[Run, ...] | None:
     """The products that are all of a module's terms; None where rows may differ, or nothing is known."""
     if capturing():

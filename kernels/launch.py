@@ -10,7 +10,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from difflora.kernels import facts, lowrank
-from difflora.kernels.products import product, wide
 from difflora.kernels.reference import RANKS
 
 
@@ -25,13 +24,8 @@ def _power(number: int, least: int, most: int) -> int:
 
 def shrink(x: Tensor, a: Tensor, ids: Tensor, counts: Tensor, samples: Tensor, config: tuple[int, ...] = ()) -> Tensor:
     """`reference.shrink`, but that a request's absent ranks may be anything.  `config` overrides the tile sizes."""
-    bank, rows = facts.bank(ids), facts.rows(samples)
+    bank = facts.bank(ids)
     t = torch.empty(x.shape[0], a.shape[0], dtype=a.dtype, device=x.device)
-    if not config and rows is not None and len(rows) == 1:
-        # cuBLAS is as fast as any kernel where all rows have the same ranks.
-        used = a.shape[0] if bank is None else bank.ranks
-        torch.mm(x, a[:used].T, out=t[:, :used])
-        return t
     ranks = (ids.shape[1] if bank is None else bank.most) * RANKS
     if not ranks or not x.shape[0]:
         return t
@@ -61,16 +55,11 @@ def expand(
     if not y.shape[0] or (site is not None and not site.most):
         return
     rows, cols = y.shape
-    runs = None if config else facts.runs(entries, samples)
-    if runs is not None and not (runs and wide(rows, cols, runs)):
-        for run in runs:
-            product(y, t, run)
-        return
-    high, broad, deep, tiles, warps, stages = config or _expand_config(rows, y.element_size())
-    grid = (triton.cdiv(cols, broad * tiles), facts.tiles(samples, rows, high))
+    high, wide, deep, tiles, warps, stages = config or _expand_config(rows, y.element_size())
+    grid = (triton.cdiv(cols, wide * tiles), facts.tiles(samples, rows, high))
     lowrank.expand[grid](
         y, t, b, entries, scales, counts, samples, rows, cols, y.stride(0), entries.shape[1], t.stride(0),
-        BM=high, BN=broad, BR=deep, TILES=tiles, STAGES=stages, SINGLE=entries.shape[0] == 1,
+        BM=high, BN=wide, BR=deep, TILES=tiles, STAGES=stages, SINGLE=entries.shape[0] == 1,
         SHORT=site is not None and 0 < site.alone <= deep, PRECISION=_precision(b.dtype), num_warps=warps,
         num_stages=stages,
     )  # fmt: skip
@@ -82,12 +71,11 @@ def _expand_config(rows: int, size: int) -> tuple[int, ...]:
 
 def gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, t: Tensor, b: Tensor, entries: Tensor, scales: Tensor,
-    counts: Tensor, samples: Tensor, config: tuple[int, ...] = (),
+    counts: Tensor, samples: Tensor, config: tuple[int, ...],
 ) -> Tensor | None:  # fmt: skip
-    """The whole linear in one kernel where that is measured to be faster than cuBLAS and `expand`; else None."""
+    """x W^T + bias and the terms in one kernel, rounded once: [..., out]; None where the copy engine cannot read it."""
     rows, (cols, depth) = x.numel() // x.shape[-1], weight.shape
-    config = config or plan(x.device, rows, depth, cols, x.dtype)
-    if not config or not _fits(x, weight, cols, depth):
+    if not _fits(x, weight, cols, depth):
         return None
     high, wide, deep, ranks, group, stages, warps, flat = config
     flat_x = x.reshape(-1, depth)
@@ -114,11 +102,6 @@ def _fits(x: Tensor, weight: Tensor, cols: int, depth: int) -> bool:
         and not any(size * x.element_size() % 16 for size in (cols, depth, weight.stride(0)))
         and not any(tensor.data_ptr() % 16 for tensor in (x, weight))
     )
-
-
-def plan(device: torch.device, rows: int, depth: int, cols: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Tile sizes of `gemm` for this shape, () where cuBLAS and `expand` are faster; measured, see tests/benchmarks."""
-    return ()
 
 
 @functools.cache

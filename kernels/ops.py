@@ -1,30 +1,21 @@
 """Kernel mode as operations of torch: opaque to compilers, safe to capture, and a plan for each shape behind them.
 
 The tables that an operation reads are device tensors, so a captured graph follows every change of adapters.  Outside a
-capture, what the host knows of them (`facts`) spares launches.
+capture, what the host knows of them (`facts`) chooses the cheapest way.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from difflora.kernels import reference
-
-_library: Any = torch.library.Library("difflora", "DEF")  # type: ignore[no-untyped-call]
-_library.define("shrink(Tensor x, Tensor a, Tensor ids, Tensor counts, Tensor samples) -> Tensor")
-_library.define(
-    "linear(Tensor x, Tensor weight, Tensor? bias, Tensor t, Tensor b, Tensor entries, Tensor scales, Tensor counts, "
-    "Tensor samples) -> Tensor"
-)
-_library.define(
-    "expand_(Tensor(a!) y, Tensor t, Tensor b, Tensor entries, Tensor scales, Tensor counts, Tensor samples) -> ()"
-)
+from difflora.kernels import facts, plan, reference
 
 
 def kernels_for(device: torch.device) -> bool:
@@ -37,60 +28,76 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
 def _shrink(x: Tensor, a: Tensor, ids: Tensor, counts: Tensor, samples: Tensor) -> Tensor:
-    x = _flat(x).to(a.dtype)
+    """`reference.shrink`, but that ranks which a row's request has not may be anything."""
+    flat = x.reshape(-1, x.shape[-1])
+    flat = flat if x.dtype == a.dtype else flat.to(a.dtype)
+    ranks = facts.ranks(ids, samples)
+    if ranks is not None:
+        # One set for all rows: cuBLAS is as fast as any kernel.
+        t = a.new_empty(flat.shape[0], a.shape[0])
+        torch.mm(flat, a[:ranks].T, out=t[:, :ranks])
+        return t
     if not kernels_for(x.device):
-        return reference.shrink(x, a, ids, counts, samples)
+        return reference.shrink(flat, a, ids, counts, samples)
     from difflora.kernels import launch
 
-    return launch.shrink(x, a, ids, counts, samples)
+    return launch.shrink(flat, a, ids, counts, samples)
 
 
 def _linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    t: Tensor,
-    b: Tensor,
-    entries: Tensor,
-    scales: Tensor,
-    counts: Tensor,
-    samples: Tensor,
-) -> Tensor:
-    if kernels_for(x.device):
+    x: Tensor, weight: Tensor, bias: Tensor | None, t: Tensor,
+    b: Tensor, entries: Tensor, scales: Tensor, counts: Tensor, samples: Tensor,
+) -> Tensor:  # fmt: skip
+    runs = facts.runs(entries, samples)
+    if runs is None or not x.is_cuda:
+        y = F.linear(x, weight, bias)
+        _add(y, t, runs, b, entries, scales, counts, samples)
+        return y
+    step = plan.step(weight, x.numel() // x.shape[-1], runs)
+    if step.kernel == "gemm" and _has_triton():
         from difflora.kernels import launch
 
-        y = launch.gemm(x, weight, bias, t, b, entries, scales, counts, samples)
-        if y is not None:
-            return y
+        made = launch.gemm(x, weight, bias, t, b, entries, scales, counts, samples, step.config)
+        if made is not None:
+            return made
     y = F.linear(x, weight, bias)
-    _expand(y, t, b, entries, scales, counts, samples)
+    _add(y, t, runs, b, entries, scales, counts, samples)
     return y
 
 
 def _expand(y: Tensor, t: Tensor, b: Tensor, entries: Tensor, scales: Tensor, counts: Tensor, samples: Tensor) -> None:
+    _add(y, t, facts.runs(entries, samples), b, entries, scales, counts, samples)
+
+
+def _add(
+    y: Tensor, t: Tensor, runs: tuple[facts.Run, ...] | None,
+    b: Tensor, entries: Tensor, scales: Tensor, counts: Tensor, samples: Tensor,
+) -> None:  # fmt: skip
     flat = y.view(-1, y.shape[-1])
-    if not kernels_for(y.device):
-        flat.copy_(reference.expand(flat, t, b, entries, scales, counts, samples))
-    else:
+    there = kernels_for(y.device)
+    if runs is not None and y.dtype == b.dtype and not (there and plan.wide(flat.shape[0], flat.shape[1], runs)):
+        for run in runs:
+            _product(flat, t, run)
+    elif there:
         from difflora.kernels import launch
 
         launch.expand(flat, t, b, entries, scales, counts, samples)
+    else:
+        flat.copy_(reference.expand(flat, t, b, entries, scales, counts, samples))
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("shrink", _shrink, _key)
-    _library.impl("linear", _linear, _key)
-    _library.impl("expand_", _expand, _key)
+def _product(y: Tensor, t: Tensor, run: facts.Run) -> None:
+    """y[:, rows] += alpha * (t[:, columns] * scales) @ b, in place; y: [rows, out], t: [rows, ranks]."""
+    part = t if run.columns.stop - run.columns.start == t.shape[1] else t[:, run.columns]
+    if run.scales is not None:
+        part = torch.mul(part, run.scales, out=torch.empty_like(part))
+    whole = y if run.b.shape[1] == y.shape[1] else y[:, run.rows]
+    whole.addmm_(part, run.b, alpha=run.alpha)
 
 
 def _shrink_shape(x: Tensor, a: Tensor, ids: Tensor, counts: Tensor, samples: Tensor) -> Tensor:
-    rows = x.numel() // x.shape[-1]
-    return a.new_empty(rows, a.shape[0])
+    return a.new_empty(x.numel() // x.shape[-1], a.shape[0])
 
 
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None, t: Tensor, *tables: Tensor) -> Tensor:
@@ -120,38 +127,56 @@ def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _back_linear(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, t, *tables = ctx.saved_tensors
-    need, flat = ctx.needs_input_grad, _flat(dy)
+    need, flat = ctx.needs_input_grad, dy.reshape(-1, dy.shape[-1])
     return (
         dy @ weight if need[0] else None,
-        flat.T @ _flat(x) if need[1] else None,
+        flat.T @ x.reshape(-1, x.shape[-1]) if need[1] else None,
         flat.sum(0) if ctx.bias and need[2] else None,
         reference.spread(flat, *tables, like=t) if need[3] else None,
         *(None,) * 5,
     )
 
 
-for _name, _shape in (("shrink", _shrink_shape), ("linear", _linear_shape), ("expand_", _expand_shape)):
-    torch.library.register_fake(f"difflora::{_name}", _shape)
-torch.library.register_autograd("difflora::shrink", _back_shrink, setup_context=_keep_shrink)
-torch.library.register_autograd("difflora::linear", _back_linear, setup_context=_keep_linear)
+_TABLES = "Tensor b, Tensor entries, Tensor scales, Tensor counts, Tensor samples"
+_library: Any = torch.library.Library("difflora", "DEF")  # type: ignore[no-untyped-call]
+# Twice: what knows its gradient costs a call in Python more, even where nobody asks for it.
+for _end in ("", "_with_gradient"):
+    _library.define(f"shrink{_end}(Tensor x, Tensor a, Tensor ids, Tensor counts, Tensor samples) -> Tensor")
+    _library.define(f"linear{_end}(Tensor x, Tensor weight, Tensor? bias, Tensor t, {_TABLES}) -> Tensor")
+    for _key in ("CPU", "CUDA"):
+        _library.impl(f"shrink{_end}", _shrink, _key)
+        _library.impl(f"linear{_end}", _linear, _key)
+    torch.library.register_fake(f"difflora::shrink{_end}", _shrink_shape)
+    torch.library.register_fake(f"difflora::linear{_end}", _linear_shape)
+_library.define(f"expand_(Tensor(a!) y, Tensor t, {_TABLES}) -> ()")
+for _key in ("CPU", "CUDA"):
+    _library.impl("expand_", _expand, _key)
+torch.library.register_fake("difflora::expand_", _expand_shape)
+torch.library.register_autograd("difflora::shrink_with_gradient", _back_shrink, setup_context=_keep_shrink)
+torch.library.register_autograd("difflora::linear_with_gradient", _back_linear, setup_context=_keep_linear)
 
 
-class Traced:
-    """The operations as compilers and autograd see them."""
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """shrink(x, a, ids, counts, samples) -> t; linear(x, weight, bias, t, *tables) -> y; expand_(y, t, *tables).
 
-    shrink = torch.ops.difflora.shrink.default
-    linear = torch.ops.difflora.linear.default
-    expand_ = torch.ops.difflora.expand_.default
+    x: [..., in], t: [rows, ranks of a], y: [..., out]; `tables` are b, entries, scales, counts, samples.
+    """
 
-
-class Direct:
-    """The same without torch's dispatcher, which takes longer than the kernels of a small layer."""
-
-    shrink = staticmethod(_shrink)
-    linear = staticmethod(_linear)
-    expand_ = staticmethod(_expand)
+    shrink: Any
+    linear: Any
+    expand_: Any
 
 
-def operations() -> type[Traced] | type[Direct]:
-    """`Direct` where nothing has to be traced."""
-    return Traced if torch.compiler.is_compiling() or torch.is_grad_enabled() else Direct
+# Without torch's dispatcher, which takes longer than the kernels of a small layer.
+DIRECT = Operations(_shrink, _linear, _expand)
+_ops = torch.ops.difflora
+TRACED = Operations(_ops.shrink.default, _ops.linear.default, _ops.expand_.default)
+WITH_GRADIENT = Operations(_ops.shrink_with_gradient.default, _ops.linear_with_gradient.default, _ops.expand_.default)
+
+
+def operations() -> Operations:
+    """Those for where this is called: under autograd, while a compiler traces, or neither."""
+    if torch.is_grad_enabled():
+        return WITH_GRADIENT
+    return TRACED if torch.compiler.is_compiling() else DIRECT

@@ -55,6 +55,8 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
 def runs(samples: Tensor, rows: int) -> list[tuple[slice, int]]:
     """(rows of the input, request) of each sample; samples: int32 [1 + ...], a count and each sample's request."""
     count, *requests = samples.tolist()
+    if rows % count:
+        raise ValueError(f"an input of {rows} rows does not divide into the batch's {count} samples.")
     each = rows // count
     return [(slice(n * each, (n + 1) * each), requests[n]) for n in range(count)]
 
