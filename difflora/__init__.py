@@ -31,7 +31,13 @@ _WHERE = {
 }
 
 
+# Submodules that are found without an import of their own.
+_MODULES = ("demo", "tools")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"difflora.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'difflora' has no attribute {name!r}")
     value = getattr(import_module(f"difflora.{_WHERE[name]}"), name)
@@ -40,4 +46,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted((*__all__, *_MODULES))

@@ -14,11 +14,11 @@ import torch
 from difflora import merge
 from difflora.binding import fits
 from difflora.checkpoints import Checkpoint, Piece, opened, written_back
-from difflora.composing import number
+from difflora.composing import common_family, number
 from difflora.containers import Entry, Stored, raw, write
 from difflora.deltas import Cut
-from difflora.drafts import placed
-from difflora.formats.errors import DiffLoRAError, some
+from difflora.drafts import check_free, placed
+from difflora.formats.errors import DiffLoRAError
 from difflora.types import Joint, Section
 
 if TYPE_CHECKING:
@@ -57,22 +57,22 @@ def bake(
     parameter of an adapter is not in the checkpoint or has another shape there.
     """
     root, target = Path(checkpoint), Path(output)
+    if target.resolve() == root.resolve() or (root.is_dir() and root.resolve() in target.resolve().parents):
+        raise DiffLoRAError(f"{target} is the checkpoint itself, or inside it, which would be lost; write elsewhere.")
     plan = _plan(root, weighted)
     components = dict.fromkeys(component for component, _ in plan)
-    families = {adapter.family for adapter, _ in weighted} - {None}
-    if len(families) > 1 and not set.intersection(*({*str(name).split("|")} for name in families)):
-        raise DiffLoRAError(f"the adapters are for {some(sorted(map(str, families)))}; expected one family.")
-    found = opened(root, next(iter(sorted(map(str, families))), None), components, plan)
+    found = opened(root, common_family(weighted), components, plan)
     _check_shapes(found, plan, root)
     changed: dict[tuple[Path, str], list[Place]] = {}
     for place in plan:
         piece = found.pieces[place]
         changed.setdefault((piece.stored.file, piece.key), []).append(place)
     result = Baked(target, len(plan), len(changed))
-    if dry_run:
-        return result
     if target.suffix != root.suffix:
         raise DiffLoRAError(f"{root} becomes {target}; expected a {'file' if root.is_file() else 'folder'} like it.")
+    check_free(target, force)
+    if dry_run:
+        return result
     said = json.dumps([{"source": adapter.source, "strength": float(ratio)} for adapter, ratio in weighted])
     with placed(target, force) as draft:
         for file, (metadata, tensors) in found.files.items():

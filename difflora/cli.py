@@ -15,18 +15,18 @@ import typer
 
 from difflora import __version__, cli_tools, screen
 from difflora.drawing import (
-    BUNDLED_CALL,
     LAST_SEED,
     Request,
     arguments_of,
     asked_loras,
+    check_asked,
     draw,
     free_files,
     generator,
     load_asked,
 )
 from difflora.formats.errors import DiffLoRAError
-from difflora.opening import Offload, Precision, model_id, opened
+from difflora.opening import Offload, Precision, model_id, opened, recorded_call
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False, rich_markup_mode="markdown")
 app.add_typer(cli_tools.app)
@@ -73,6 +73,9 @@ def generate(
     seed: Annotated[int, typer.Option(min=-1, max=LAST_SEED, help="-1 draws one.")] = -1,
     width: Annotated[int | None, typer.Option(min=8)] = None,
     height: Annotated[int | None, typer.Option(min=8)] = None,
+    max_sequence_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the prompt that the pipeline reads, where it has a limit.")
+    ] = None,
     count: Annotated[int, typer.Option(min=1, help="How many pictures, with seed, seed + 1, ...")] = 1,
     lora: Annotated[list[str] | None, typer.Option(help="NAME_OR_PATH[:WEIGHT]; may be repeated.")] = None,
     lora_dir: Annotated[
@@ -89,9 +92,11 @@ def generate(
     folders = tuple(lora_dir or ())
     asked = asked_loras(prompt, negative, lora or (), folders)
     first = random.SystemRandom().randint(0, LAST_SEED) if seed < 0 else seed
-    request = Request(prompt, first, negative, steps, guidance, true_cfg, width, height)
+    request = Request(prompt, first, negative, steps, guidance, true_cfg, width, height, max_sequence_length)
+    call = recorded_call(model)
+    check_asked(asked, folders)
     pipe = opened(model, dtype, device, offload, screen.log.quiet)
-    arguments = {**(BUNDLED_CALL if model is None else {}), **arguments_of(pipe, request)}
+    arguments = {**call, **arguments_of(pipe, request)}
     applied = load_asked(pipe, asked, request, folders, strict=not no_strict)
     screen.log.print(f"seed {first}")
     draw(pipe, request, arguments, files, {**model_id(model), "loras": applied})
@@ -136,11 +141,26 @@ def demo(
     with screen.bar(len(sets), "pictures") as advance:
         for _, weights, own in sets:
             generators = [generator(seed) for _ in prompts]
-            made = pipe(prompt=prompts, loras=weights, generator=generators, **{**BUNDLED_CALL, **own})
+            made = pipe(prompt=prompts, loras=weights, generator=generators, **{**recorded_call(None), **own})
             columns.append(made.images)
             advance()
     save_png(grid(list(zip(*columns, strict=True)), prompts, [label for label, _, _ in sets], zoom=2), file)
     screen.out.print(str(file), soft_wrap=True)
+
+
+# What Python's arguments are called on the command line.
+_OPTIONS = {
+    "family=": "--family ",
+    "weight_name=": "--weight-name ",
+    "strict=False": "--no-strict",
+    "force=True (--force)": "--force",
+}
+
+
+def _as_options(text: str) -> str:
+    for argument, option in _OPTIONS.items():
+        text = text.replace(argument, option)
+    return text
 
 
 def main() -> None:
@@ -148,5 +168,5 @@ def main() -> None:
     try:
         app()
     except DiffLoRAError as error:
-        typer.echo(f"difflora: {error}", err=True)
+        typer.echo(f"difflora: {_as_options(str(error))}", err=True)
         sys.exit(1)

@@ -17,6 +17,13 @@ meta = typer.Typer(no_args_is_help=True, help="Read and write the metadata of a 
 app.add_typer(meta, name="meta")
 
 SafeFile = Annotated[Path, typer.Argument(help="The .safetensors file.")]
+AnyFile = Annotated[str, typer.Argument(help="A file, a folder, a Hub id or a bundled adapter.")]
+# Why a file may lack a hash.
+_ABSENT = {
+    "autov1": "the file ends before the bytes that it is taken of",
+    "addnet": "a pickle has none",
+    "autov3": "the header claims none",
+}
 Elsewhere = Annotated[Path | None, typer.Option("--output", "-o", help="Another file; in place takes --force.")]
 
 
@@ -43,27 +50,27 @@ def verify(
 
 
 @app.command(name="hash")
-def hash_(file: Annotated[Path, typer.Argument(help="The file.")], as_json: Json = False) -> None:
+def hash_(file: AnyFile, as_json: Json = False) -> None:
     """Print every hash by which sites and programs know a file."""
     from dataclasses import asdict
 
     from difflora.hashes import hashes
 
-    found = asdict(hashes(file))
-    lines = [f"{name} {value or '-'}" for name, value in found.items()]
+    found = asdict(hashes(_file_of(file)))
+    lines = [f"{name} {value or '- (' + _ABSENT[name] + ')'}" for name, value in found.items()]
     typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(lines))
 
 
 @meta.command(name="get")
 def meta_get(
-    file: SafeFile,
+    file: AnyFile,
     key: Annotated[str | None, typer.Argument(help="One of them; all without it.")] = None,
     as_json: Json = False,
 ) -> None:
     """Print the metadata of a file."""
     from difflora.headers import metadata_of
 
-    found = metadata_of(file)
+    found = metadata_of(_file_of(file))
     if key is not None and key not in found:
         raise DiffLoRAError(f"{file} has no metadata {key!r}; it has {some(sorted(found)) or 'none'}.")
     found = found if key is None else {key: found[key]}
@@ -104,6 +111,12 @@ def meta_strip(
     found = strip_metadata(file, keep or (), output, force=force, dry_run=dry_run)
     said = f"{output or file}: left {', '.join(found) or 'nothing'}"
     tell({"output": str(output or file), "metadata": found, "written": not dry_run}, as_json, said, dry_run)
+
+
+def _file_of(source: str) -> Path:
+    from difflora.sources import locate
+
+    return Path(source) if Path(source).is_file() else locate(source).file
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -159,6 +159,13 @@ def compose(weighted: Sequence[tuple[Adapter, float]]) -> Adapter:
     """
     if not weighted:
         raise DiffLoRAError("nothing to compose; expected at least one (adapter, weight).")
+    for pair in weighted:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], Adapter):
+            given = repr(pair) if not isinstance(pair, tuple | list) or len(pair) != 2 else repr(pair[0])
+            raise DiffLoRAError(
+                f"{given} was given; expected (adapter, weight) pairs; difflora.load(path) gives an adapter."
+            )
+    family = common_family(weighted)
     for adapter, _ in weighted:
         if adapter.uneven:
             raise DiffLoRAError(f"{adapter.source}: {adapter.uneven[0]}. The file is damaged.")
@@ -171,14 +178,26 @@ def compose(weighted: Sequence[tuple[Adapter, float]]) -> Adapter:
             for path, delta in deltas.items():
                 gathered.setdefault(component, {}).setdefault(path, []).append((delta, factor))
     components = {c: {p: _sum(p, terms) for p, terms in paths.items()} for c, paths in gathered.items()}
-    families = {adapter.family for adapter, _ in weighted}
     return Adapter(
         source=" + ".join(f"{weight:g} x {adapter.name}" for adapter, weight in weighted),
         name="+".join(adapter.name for adapter, _ in weighted),
         layout="diffusers",
-        family=families.pop() if len(families) == 1 else None,
+        family=family,
         components=components,
     )
+
+
+def common_family(weighted: Sequence[tuple[Adapter, float]]) -> str | None:
+    """The families that all adapters may be for, as `"flux|chroma"`; None if none knows its own.
+
+    DiffLoRAError if they are for different models.
+    """
+    known = [adapter.family.split("|") for adapter, _ in weighted if adapter.family]
+    common = [name for name in (known[0] if known else ()) if all(name in others for others in known)]
+    if known and not common:
+        listed = some(f"{adapter.name}: {adapter.family}" for adapter, _ in weighted if adapter.family)
+        raise DiffLoRAError(f"the adapters are for different models ({listed}); expected one family.")
+    return "|".join(common) or None
 
 
 def _sum(path: str, terms: Sequence[tuple[Delta, float]]) -> Delta:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from difflora.prompt import Tag
     from difflora.types import LoadReport
 
-# How the bundled model is called unless asked otherwise; its prompts are short, and FLUX pays for every padded token.
-BUNDLED_CALL = {"num_inference_steps": 16, "max_sequence_length": 32}
 LAST_SEED = 2**32 - 1
 
 
@@ -51,6 +49,7 @@ class Request:
     true_cfg: float | None = None
     width: int | None = None
     height: int | None = None
+    max_sequence_length: int | None = None
 
 
 def free_files(output: Path, count: int, force: bool) -> list[Path]:
@@ -96,12 +95,25 @@ def asked_loras(prompt: str, negative: str | None, specs: Sequence[str], folders
     return tuple(asked.values())
 
 
+def check_asked(asked: Sequence[Asked], folders: Sequence[Path]) -> None:
+    """DiffLoRAError for a file that cannot be read, before a large model is."""
+    if asked:
+        from difflora.loading import read
+
+        for one in asked:
+            read(one.source, folders)
+
+
 def split_weight(spec: str) -> tuple[str, float]:
     """("path", 0.5) of "path:0.5"; a colon before anything but a number belongs to the source."""
     source, _, text = spec.rpartition(":")
     try:
         weight = float(text)
     except ValueError:
+        from difflora.demo import ADAPTERS
+
+        if source and not Path(spec).exists() and (source in ADAPTERS or Path(source).exists()):
+            raise DiffLoRAError(f"{spec}: {text!r} is no number; expected NAME_OR_PATH[:WEIGHT].") from None
         return spec, 1.0
     if not source or not math.isfinite(weight):
         raise DiffLoRAError(f"--lora {spec}: expected NAME_OR_PATH[:WEIGHT] with a finite number.")
@@ -154,6 +166,7 @@ def arguments_of(pipe: Any, request: Request) -> dict[str, Any]:
         "true_cfg_scale": request.true_cfg,
         "width": request.width,
         "height": request.height,
+        "max_sequence_length": request.max_sequence_length,
     }
     given, takes = {name: value for name, value in wanted.items() if value is not None}, _defaults(pipe)
     if "num_frames" in takes:

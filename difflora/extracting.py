@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from difflora.checkpoints import Checkpoint, read_as
 from difflora.composing import number
 from difflora.deltas import Dense, LowRank
 from difflora.formats.errors import DiffLoRAError, some
+from difflora.formats.match import explain
 from difflora.resizing import Resized, kept
 from difflora.types import Adapter
 
@@ -58,7 +59,21 @@ def extract(
     if not deltas:
         raise DiffLoRAError(f"{base} and {tuned} differ by no more than {min_diff:g}; there is nothing to extract.")
     source = f"{tuned} - {base}"
-    return Adapter(source, f"{Path(tuned).stem}-rank{rank}", "diffusers", family, {component: deltas}), told
+    known = family or _family(component, deltas)
+    return Adapter(source, f"{Path(tuned).stem}-rank{rank}", "diffusers", known, {component: deltas}), told
+
+
+def _family(component: str, deltas: Mapping[str, Delta]) -> str | None:
+    """The families that have these modules; None if none has, or they would place them differently."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path, delta in deltas.items():
+        if isinstance(delta, LowRank):
+            shapes[f"{component}.{path}.lora_A.weight"] = tuple(delta.down.shape)
+            shapes[f"{component}.{path}.lora_B.weight"] = tuple(delta.up.shape)
+    try:
+        return explain(shapes).family if shapes else None
+    except DiffLoRAError:
+        return None
 
 
 def _check(one: Checkpoint, two: Checkpoint) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from difflora.claims import SCALES
 from difflora.containers import Entry, Stored, contents, encoded, legacy_digest, ordered
-from difflora.drafts import placed
+from difflora.drafts import check_free, placed
 from difflora.formats.errors import DiffLoRAError, some
 from difflora.formats.evidence import FAMILY
 from difflora.hashes import read_header
+from difflora.loading import normalise, read
 
 _CHUNK = 1 << 22
 # Without these a file is read as another one, or by fewer programs.
@@ -72,6 +74,8 @@ def _rewritten(
     # What sd-scripts hashes begins with a header of the ss_ fields alone: where they change, so may the hash.
     if "sshs_legacy_hash" in found and "sshs_legacy_hash" not in said and _trained(before) != _trained(found):
         found["sshs_legacy_hash"] = legacy_digest(_entries(tensors), _trained(found))
+    check_free(target, force)
+    _check_readable(file, found)
     if not dry_run:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -84,6 +88,16 @@ def _rewritten(
                 copy.flush()
                 os.fsync(copy.fileno())
     return found
+
+
+def _check_readable(file: Path, metadata: Mapping[str, str]) -> None:
+    """DiffLoRAError if the file is an adapter, and would be none with these metadata."""
+    try:
+        before = read(file)
+        normalise(before)
+    except DiffLoRAError:
+        return
+    normalise(replace(before, metadata=metadata))
 
 
 def _trained(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from difflora.deltas import number
 from difflora.hashes import Hashes, hashes
 from difflora.loading import load
 from difflora.metadata import Triggers, trigger_words
+from difflora.products import Kronecker
 
 if TYPE_CHECKING:
     from difflora.kinds import Delta
@@ -177,6 +178,10 @@ def _square(delta: Delta) -> float:
     """
     if delta.needs_base:
         return 0.0
+    if isinstance(delta, Kronecker):
+        # ||kron(a, b)|| = ||a|| ||b||
+        one, two = (half.double().square().sum() for half in delta.halves())
+        return float(delta.scale * delta.scale * one * two)
     pair = delta.low_rank()
     if pair is None:
         return float(delta.dense().double().square().sum())

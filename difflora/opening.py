@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 BUNDLED = "difflora-demo"  # what pictures call the bundled model
+# Beside model_index.json: how the model is called unless asked otherwise, {"call": {argument: value}}.
+_CALLED = "difflora.json"
 
 
 class Precision(StrEnum):
@@ -76,6 +79,23 @@ def opened(model: str | None, dtype: Precision, device: str, offload: Offload, q
     pipe.set_progress_bar_config(disable=True)  # the command shows its own
     _place(pipe, where, offload)
     return difflora.attach(pipe)
+
+
+def recorded_call(model: str | None) -> dict[str, Any]:
+    """The arguments that the model's folder says it is called with; {} for other models.
+
+    The bundled model, and what is baked from it, draws small pictures from short prompts.
+    """
+    from difflora.demo import MODEL
+
+    file = (MODEL if model is None else Path(model)) / _CALLED
+    if not file.is_file():
+        return {}
+    try:
+        call = json.loads(file.read_text(encoding="utf-8"))["call"]
+        return {str(name): value for name, value in call.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DiffLoRAError(f'{file} cannot be read ({error}); expected {{"call": {{argument: value}}}}.') from error
 
 
 def _read(model: str | None, dtype: torch.dtype, quiet: bool) -> Any:

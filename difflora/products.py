@@ -158,14 +158,17 @@ class Kronecker:
 
     def dense(self, base: Tensor | None = None) -> Tensor:
         """The change of the weight at strength 1, fp32; needs no base (LyCORIS, functional/lokr.py)."""
-        one = self._one()
+        return torch.kron(*self.halves()).reshape(self.shape) * self.scale
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """(w1 [ol, im], w2 [ok, in * kernel]) in fp32, each multiplied out."""
         if self.w2 is not None:
             two = self.w2.float()
         else:
             assert self.w2_a is not None and self.w2_b is not None
             two = _half(self.w2_a, self.w2_b, self.t2)
         # A kernel flattened into the columns is the innermost there too; kron fails on strides that einsum leaves.
-        return torch.kron(one, two.flatten(1).contiguous()).reshape(self.shape) * self.scale
+        return self._one(), two.flatten(1).contiguous()
 
 
 def _size(whole: Tensor | None, a: Tensor | None, b: Tensor | None, core: Tensor | None) -> tuple[int, ...]:

@@ -206,7 +206,9 @@ class Engine:
         """{name: weight} as a checked Mix: names are loaded, weights finite, block patterns match something."""
         with self.lock:
             if not isinstance(asked, Mapping):
-                raise DiffLoRAError(f"adapters were given as {type(asked).__name__}; expected {{name: weight}}.")
+                raise DiffLoRAError(
+                    f"adapters were given as {asked!r}; expected {{name: weight}}, as in {{'style': 1.0}}."
+                )
             named = [(self.resolve(name), weight) for name, weight in asked.items()]
             self.known([name for name, _ in named])
             if len(dict(named)) < len(named):

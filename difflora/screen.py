@@ -25,7 +25,7 @@ def bar(total: int, unit: str) -> Iterator[Callable[[], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn(unit), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=log, transient=True, disable=log.quiet) as progress:
+    with Progress(*columns, console=log, transient=True, disable=log.quiet or not log.is_terminal) as progress:
         task = progress.add_task(unit, total=total)
         yield lambda: progress.advance(task)
 
@@ -63,7 +63,8 @@ def _properties(found: Inspection) -> list[tuple[str, str]]:
         *((name, ", ".join(f"{value} ({count}x)" for value, count in part)) for name, part in pairs.items()),
         (
             "trigger words",
-            ", ".join(found.triggers.words) + (f" ({found.triggers.source})" * bool(found.triggers.words)),
+            ", ".join(found.triggers.words) + (f" ({found.triggers.source})" * bool(found.triggers.words))
+            or "none in the file",
         ),
         ("common tags", ", ".join(f"{tag} {count}" for tag, count in found.triggers.common[:12])),
         *(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 import re
@@ -76,11 +77,15 @@ def locate(
     # Repositories are not called after weight files.
     file = not (address and address["file"]) and text.lower().endswith((".safetensors", ".sft", *_PICKLES))
     if address is None or local or file:
-        places = [*(str(p) for p in tried), "the bundled adapters"]
+        from difflora.demo import ADAPTERS
+
+        places = [*(str(p) for p in tried), f"the bundled adapters ({', '.join(ADAPTERS)})"]
+        close = difflib.get_close_matches(text, ADAPTERS, 1)
+        meant = f" Did you mean {close[0]!r}?" if close else ""
         hint = f" The folder {text.split('/')[0]} is here, so only {text}@main asks the Hub." if local else ""
         raise DiffLoRAError(
             f"{text!r} is no adapter: tried {some(places, 6)}. "
-            f"Expected a .safetensors file, a folder that holds one, a bundled name, or user/repo.{hint}"
+            f"Expected a .safetensors file, a folder that holds one, a bundled name, or user/repo.{hint}{meant}"
         )
     return _from_hub(address, hub, pickle)
 
@@ -103,7 +108,7 @@ def _paths(text: str, folders: Sequence[str | Path]) -> list[Path]:
     """The local paths that a source may mean, in order."""
     if isinstance(folders, str | Path):
         folders = (folders,)
-    names = (text, text + ".safetensors")
+    names = (text,) if text.endswith(".safetensors") else (text, text + ".safetensors")
     # Unlike Path.expanduser, this leaves a home that is not known as it is.
     return [Path(os.path.expanduser(n)) for n in names] + [Path(folder) / n for folder in folders for n in names]
 

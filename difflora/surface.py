@@ -174,9 +174,13 @@ def unload_lora(self: Any, name: str) -> None:
     engine.forget([engine.resolve(name)])
 
 
-def unload_loras(self: Any) -> None:
-    """Unload every adapter; the base is bit-identical to before the first was loaded."""
-    engine_behind(self).clear()
+def unload_loras(self: Any, *names: str) -> None:
+    """Unload these adapters, or every one; the base is then bit-identical to before the first was loaded."""
+    engine = engine_behind(self)
+    if names:
+        engine.forget([engine.resolve(name) for name in names])
+    else:
+        engine.clear()
 
 
 def loras(self: Any) -> LoraTable:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from difflora import factors
-from difflora.runtime import Engine
+from difflora.runtime import Engine, Loaded
 from difflora.types import Strength
 
 _HEAD = ("name", "weight", "layout", "family", "components", "modules", "rank", "MB", "device", "mode")
@@ -14,7 +15,10 @@ _HEAD = ("name", "weight", "layout", "family", "components", "modules", "rank", 
 
 @dataclass(frozen=True, slots=True)
 class LoraState:
-    """One loaded adapter: what it is, and how it acts now (`weight` is None while it is inactive)."""
+    """One loaded adapter: what it is, and how it acts now (`weight` is None while it is inactive).
+
+    `mode` is "merged", "kernel", "merged+kernel", "fused" (whatever the active set is), or "-" while it does not act.
+    """
 
     name: str
     weight: Any
@@ -46,7 +50,17 @@ def table(engine: Engine) -> LoraTable:
     """The adapters of an engine, with their weights in the active set."""
     with engine.lock:
         active = {name: _shown(given) for name, given in engine.active.items}
-        return LoraTable(_state(engine, name, active.get(name)) for name in engine.loaded)
+        fused = {one.name: one.held for held in engine.fused.values() for one in held}
+        rows = [
+            _state(name, held, active.get(name), _mode(engine, name, fused)) for name, held in engine.loaded.items()
+        ]
+        # What was unloaded after it was fused still acts.
+        left = [name for name, held in fused.items() if engine.loaded.get(name) is not held]
+        return LoraTable([*rows, *(_state(name, fused[name], None, "fused") for name in left)])
+
+
+def _mode(engine: Engine, name: str, fused: Mapping[str, Loaded]) -> str:
+    return "fused" if fused.get(name) is engine.loaded[name] else engine.acting(name)
 
 
 def _row(state: LoraState) -> tuple[str, ...]:
@@ -66,8 +80,7 @@ def _shown(given: Strength) -> Any:
     return {**dict(given.components), **{f"{c}.{p}" if c else p: w for c, p, w in given.patterns}}
 
 
-def _state(engine: Engine, name: str, weight: Any) -> LoraState:
-    held = engine.loaded[name]
+def _state(name: str, held: Loaded, weight: Any, mode: str) -> LoraState:
     report = held.report
     tensors = factors.tensors(held.bound)
     return LoraState(
@@ -81,6 +94,6 @@ def _state(engine: Engine, name: str, weight: Any) -> LoraState:
         sum(t.numel() * t.element_size() for t in tensors),
         # A lone number such as alpha stays in host memory.
         ",".join(sorted({str(t.device) for t in tensors if t.numel() > 1})),
-        engine.acting(name),
+        mode,
         report.source,
     )

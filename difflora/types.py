@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +43,7 @@ class Vectors:
     tensor: Tensor
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True, repr=False)
 class Adapter:
     """One LoRA file, normalised: component -> canonical (diffusers) path -> delta.
 
@@ -66,6 +67,13 @@ class Adapter:
     vectors: tuple[Vectors, ...] = ()
     widens: frozenset[tuple[str, str]] = frozenset()
     uneven: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        deltas = [delta for modules in self.components.values() for delta in modules.values()]
+        kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(delta.kind for delta in deltas).items())
+        ranks = sorted({delta.rank for delta in deltas if delta.rank})
+        rank = f", rank {ranks[0]}" if len(ranks) == 1 else f", ranks {ranks[0]}..{ranks[-1]}" if ranks else ""
+        return f"<Adapter {self.name!r}: {self.layout} layout, family {self.family or 'unknown'}, {kinds}{rank}>"
 
     def save(
         self,

@@ -80,7 +80,9 @@ def _by_names(stems: Sequence[Stem], family: str | None, vocabulary: Vocabulary 
         return whole
     if family is None and literal(stems) and not any(reading.renamed for reading in readings):
         return [as_written(stems, readings)]
-    raise DiffLoRAError(f"{source}: {_shortfall(readings, own, len(stems))}")
+    fitting = [] if family is None else [one for one in (by_family(f, stems) for f in FAMILIES) if one.whole]
+    instead = f" It fits {some(one.name for one in fitting)}." if fitting else ""
+    raise DiffLoRAError(f"{source}: {_shortfall(readings, own, len(stems))}{instead}")
 
 
 def _chosen(family: str | None, source: str) -> list[Family]:

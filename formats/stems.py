@@ -117,6 +117,11 @@ def _tensors(shapes: Mapping[str, Shape], source: str) -> tuple[list[_Tensor], t
         else:
             unknown.append(key)
     _refuse(refused, source)
+    if unknown and not tensors and all(key.endswith((".weight", ".bias")) for key in unknown):
+        raise DiffLoRAError(
+            f"{source} holds the weights of a whole model ({some(map(_short, unknown))}), not an adapter. Use it as "
+            "the model, or extract an adapter from it and its base."
+        )
     if unknown:
         raise DiffLoRAError(
             f"{source}: {some(map(_short, unknown))}: not the name of an adapter's tensor. Expected a module path "

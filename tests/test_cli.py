@@ -403,7 +403,7 @@ def test_demo_draws_prompts_by_adapters(run: Run, here: Path, monkeypatch: pytes
     monkeypatch.setattr(demo, "load", load)
     monkeypatch.setattr(demo, "CARDS", cards)
     monkeypatch.setattr(cli, "MIXES", ({"both": 0.5, "style": 1.0},))
-    monkeypatch.setattr(cli, "BUNDLED_CALL", {"num_inference_steps": 2, "max_sequence_length": 8})
+    monkeypatch.setattr(cli, "recorded_call", lambda model: {"num_inference_steps": 2, "max_sequence_length": 8})
     monkeypatch.setenv("COLUMNS", "120")
     code, out, _ = run("demo", "--seed", "5")
     assert code == 0
