@@ -140,13 +140,17 @@ def stack(parts: Iterable[tuple[Section, float]], device: torch.device) -> Stack
             first[key] = height
             blocks.append(a.to(device))
             height += a.shape[0]
-        start, scale = first[key], weight * delta.scale
-        if abs(scale) > torch.finfo(torch.float32).max:
-            raise DiffLoRAError(
-                f"the weight of {section.path} times alpha / rank is {scale:g}, no finite number in fp32."
-            )
+        start, scale = first[key], full_scale(section, weight)
         built.append(Block(section.start, section.stop, start, start + a.shape[0], b.to(device), scale))
     return Stack(torch.cat(blocks) if len(blocks) > 1 else blocks[0], tuple(built))
+
+
+def full_scale(section: Section, weight: float) -> float:
+    """weight * alpha / rank; DiffLoRAError if that is no finite number in fp32."""
+    scale = weight * section.delta.scale
+    if abs(scale) > torch.finfo(torch.float32).max:
+        raise DiffLoRAError(f"the weight of {section.path} times alpha / rank is {scale:g}, no finite number in fp32.")
+    return scale
 
 
 def compose(weighted: Sequence[tuple[Adapter, float]]) -> Adapter:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from difflora import siblings
+from difflora.composing import full_scale
 from difflora.deltas import LowRank, tensors
 from difflora.factors import home
 from difflora.formats.errors import DiffLoRAError
@@ -102,10 +103,7 @@ def parts(applied: Iterable[tuple[Section, float]]) -> tuple[Part, ...]:
 
 
 def _part_of(section: Section, weight: float) -> Part:
-    delta = section.delta
-    scale = weight * delta.scale
-    if abs(scale) > torch.finfo(torch.float32).max:
-        raise DiffLoRAError(f"the weight of {section.path} times alpha / rank is {scale:g}, no finite number in fp32.")
+    delta, scale = section.delta, full_scale(section, weight)
     if isinstance(delta, LowRank):
         key = (delta.down,) if delta.mid is None else (delta.down, delta.mid)
         return Part(delta, key, delta.rank, section.start, section.stop, scale)

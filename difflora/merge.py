@@ -9,34 +9,40 @@ from typing import TYPE_CHECKING
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from difflora.composing import stack
+from difflora.composing import full_scale, stack
 from difflora.deltas import LowRank
 from difflora.formats.errors import DiffLoRAError
-from difflora.kernels import reference
+from difflora.kernels import ops, reference
 from difflora.widening import Widened
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from difflora.kernels import merging
     from difflora.kinds import Delta
     from difflora.types import Joint, Section
 
 Applied = tuple[tuple["Section", float], ...]
 # A sample of a weight's elements tells a moved weight from a replaced one without reading all of it.
 _SAMPLE = 4096
+_KERNEL = (torch.bfloat16, torch.float16, torch.float32)
 # What a model may have been cast to on the way.
 _CASTS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32, torch.float64)
 
 
 @dataclass(eq=False, slots=True)
 class Site:
-    """One weight that is merged now: its pristine copy, what is in it, and how to recognise it after a move."""
+    """One weight that is merged now: its pristine copy, what is in it, and how to recognise it after a move.
+
+    `checksum` is what the kernel found of the copy when it was made.
+    """
 
     base: Tensor
     applied: Applied
     sample: Tensor
     witness: tuple[object, ...]
     widened: Widened | None = None
+    checksum: int | None = None
 
 
 def merged(base: Tensor, applied: Applied, joint: Callable[[Joint], Tensor] | None = None) -> Tensor:
@@ -80,11 +86,47 @@ def checked(base: Tensor, applied: Applied, name: str, joint: Callable[[Joint], 
     """`merged`, or DiffLoRAError if a value of it is not finite where the base is."""
     value = merged(base, applied, joint)
     if not bool(torch.isfinite(value).all()) and bool((torch.isfinite(base) & ~torch.isfinite(value)).any()):
-        raise DiffLoRAError(
-            f"merging {name} gives values that are not finite in {base.dtype}; the weights are as they were. "
-            "Lower the weight, or use mode='kernel'."
-        )
+        raise not_finite(name, base.dtype)
     return value
+
+
+def not_finite(name: str, dtype: torch.dtype) -> DiffLoRAError:
+    return DiffLoRAError(
+        f"merging {name} gives values that are not finite in {dtype}; the weights are as they were. "
+        "Lower the weight, or use mode='kernel'."
+    )
+
+
+def job(weight: Tensor, base: Tensor, applied: Applied) -> merging.Job | None:
+    """The same as one job of the kernel; None for what it has no form for: other kinds, devices and dtypes."""
+    from difflora.kernels import merging
+
+    flat = (base.shape[0], base.numel() // base.shape[0]) if base.ndim > 1 and base.numel() else (0, 0)
+    there = weight.is_contiguous() and base.is_contiguous() and base.device == weight.device
+    if not there or weight.dtype not in _KERNEL or not ops.kernels_for(weight.device):
+        return None
+    parts: list[merging.Part] = []
+    for section, strength in applied:
+        delta = section.delta
+        if not isinstance(delta, LowRank) or delta.mid is not None or delta.down.flatten(1).shape[1] != flat[1]:
+            return None
+        scale = full_scale(section, strength)
+        a, row = delta.down.flatten(1).contiguous().to(weight.device), section.start
+        for start, stop in delta.blocks or ((0, int(delta.up.shape[0])),):
+            b = delta.up[start:stop].flatten(1).to(weight.device)
+            parts.append(merging.Part(a, b if b.stride(1) == 1 else b.contiguous(), row, row + stop - start, scale))
+            row += stop - start
+    return merging.Job(weight, base, tuple(parts))
+
+
+def samples(weights: Sequence[Tensor]) -> list[Tensor]:
+    """`sample` of several weights on one device, in one copy for each dtype."""
+    found: dict[int, Tensor] = {}
+    for dtype in {weight.dtype for weight in weights}:
+        mine = [n for n, weight in enumerate(weights) if weight.dtype == dtype]
+        taken = [_elements(weights[n]) for n in mine]
+        found.update(zip(mine, torch.split(torch.cat(taken).cpu(), [len(part) for part in taken]), strict=True))
+    return [found[n].clone() for n in range(len(weights))]
 
 
 def write(targets: Sequence[Tensor], value: Tensor) -> None:
@@ -105,7 +147,11 @@ def keep(weight: Tensor) -> Tensor:
 
 def sample(weight: Tensor) -> Tensor:
     """Up to 4096 evenly spaced elements of a weight, in host memory."""
-    return weight.detach().flatten()[:: -(-weight.numel() // _SAMPLE)].to("cpu", copy=True)
+    return _elements(weight).to("cpu", copy=True)
+
+
+def _elements(weight: Tensor) -> Tensor:
+    return weight.detach().flatten()[:: -(-weight.numel() // _SAMPLE)]
 
 
 def casts(before: Tensor, now: Tensor) -> tuple[torch.dtype, ...] | None:

@@ -16,6 +16,7 @@ _LONGEST_ENDING = 4  # names, as in `___.layer.lora_down.weight`
 _NO_MODULE = re.compile(r"[#{}\x00-\x1f]|[0-9]{10}")
 _LONGEST_TEXT = 500
 _MOST_AXES = 5  # of a three-dimensional convolution
+_WHOLE = " A whole model is no adapter: use it as the model, or extract one from it and its base."
 _BEGINNINGS: Mapping[str, Refusal | str] = {**layouts.IGNORED_HEADS, **REFUSED_HEADS}
 _ENDINGS: Mapping[str, Leaf | Refusal | str] = {**LEAVES, **REFUSED_TAILS, **layouts.IGNORED}
 
@@ -117,16 +118,11 @@ def _tensors(shapes: Mapping[str, Shape], source: str) -> tuple[list[_Tensor], t
         else:
             unknown.append(key)
     _refuse(refused, source)
-    if unknown and not tensors and all(key.endswith((".weight", ".bias")) for key in unknown):
-        raise DiffLoRAError(
-            f"{source} holds the weights of a whole model ({some(map(_short, unknown))}), not an adapter. Use it as "
-            "the model, or extract an adapter from it and its base."
-        )
     if unknown:
         raise DiffLoRAError(
             f"{source}: {some(map(_short, unknown))}: not the name of an adapter's tensor. Expected a module path "
             "followed by .lora_down.weight and .lora_up.weight, or .lora_A.weight and .lora_B.weight, with or without "
-            ".alpha."
+            f".alpha.{'' if tensors else _WHOLE}"
         )
     if not tensors:
         raise DiffLoRAError(

@@ -70,11 +70,11 @@ KINDS: Mapping[str, Callable[[str, int, int], Tensors]] = {
     "OFT": lambda s, o, i: {f"{s}.oft_blocks": _random(o // 4, 4, 4) / 9, f"{s}.alpha": torch.tensor(0.0)},
     "BOFT": lambda s, o, i: {f"{s}.oft_blocks": _random(2, o // 4, 4, 4) / 9, f"{s}.alpha": torch.tensor(0.0)},
     "OFT v2": lambda s, o, i: {f"{s}.oft_R.weight": _random(i // 4, 6) / 9},
-    "full, bias": lambda s, o, i: {f"{s}.diff": _random(o, i), f"{s}.diff_b": _random(o)},
+    "differences of weights and biases": lambda s, o, i: {f"{s}.diff": _random(o, i), f"{s}.diff_b": _random(o)},
     "LoRA bias": lambda s, o, i: (
         {f"{s}.lora_A.weight": _random(2, i), f"{s}.lora_B.weight": _random(o, 2), f"{s}.lora_B.bias": _random(o)}
     ),
-    "set": lambda s, o, i: {f"{s}.set_weight": _random(o, i)},
+    "replaced weights": lambda s, o, i: {f"{s}.set_weight": _random(o, i)},
 }
 
 

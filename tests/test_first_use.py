@@ -49,7 +49,7 @@ def test_a_broken_record_of_the_call_is_refused(tmp_path: Path) -> None:
     from difflora.opening import recorded_call
 
     (tmp_path / "difflora.json").write_text("[]")
-    with pytest.raises(DiffLoRAError, match="difflora.json"):
+    with pytest.raises(DiffLoRAError, match=r"difflora\.json"):
         recorded_call(str(tmp_path))
     assert recorded_call("user/repo") == {}
 
@@ -70,14 +70,14 @@ def test_adapters_of_different_models_do_not_mix(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pair", [("detail", 0.5), "detail", (None, 1.0)])
 def test_names_are_no_adapters(pair: Any) -> None:
-    with pytest.raises(DiffLoRAError, match="difflora.load"):
+    with pytest.raises(DiffLoRAError, match=r"difflora\.load"):
         difflora.compose([pair])
-    with pytest.raises(DiffLoRAError, match="difflora.load"):
+    with pytest.raises(DiffLoRAError, match=r"difflora\.load"):
         tools.merge([pair])
 
 
 def test_the_wrong_family_is_told_the_right_one() -> None:
-    with pytest.raises(DiffLoRAError, match="It fits .*flux"):
+    with pytest.raises(DiffLoRAError, match=r"It fits .*flux"):
         difflora.load(flux(), family="sdxl")
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,30 +55,57 @@ def percent(score: Mapping[str, float], name: str) -> str:
 def support() -> str:
     """Which families, layouts and kinds load, and what is refused, in Markdown."""
     record = read("tests/support.json")
-    lines = [f"| family | {' | '.join(record['layouts'])} |", f"|---|{'---|' * len(record['layouts'])}"]
+    alike: dict[tuple[tuple[str, tuple[str, ...]], ...], list[str]] = {}
     for family in record["families"]:
-        cells = []
-        for layout in record["layouts"]:
-            lost = [kind for kind in record["kinds"] if f"{family}, {layout}, {kind}" in record["refused"]]
-            cells.append(f"all but {', '.join(lost)}" if lost else "all")
-        lines.append(f"| {family} | {' | '.join(cells)} |")
+        alike.setdefault(_lost(record, family), []).append(family)
+    lines = ["| families | layouts | kinds |", "|---|---|---|"]
+    for pattern, families in alike.items():
+        for kinds, layouts in _grouped(pattern).items():
+            where = "all" if len(layouts) == len(record["layouts"]) else ", ".join(layouts)
+            what = f"all but {', '.join(kinds)}" if kinds else "all"
+            lines.append(f"| {', '.join(families)} | {where} | {what} |")
     said = [f"\nWhere not all load, {reason}." for reason in dict.fromkeys(record["refused"].values())]
     refused = [f"- {refusal.kind}: {refusal.reason}." for refusal in REFUSALS]
-    peers = read("tests/peers.json")
-    silent, refused_there = peers["counts"]["silent"], peers["counts"]["refused"]
-    compared = (
-        f"\nBeside diffusers {peers['versions']['diffusers']}, one process, tiny models of every family: of "
-        f"{silent['files']} files of the {silent['rows']} sorts that it is known to read wrongly, diffusers is right "
-        f"with {silent['files right in diffusers']} and, without an error, wrong or idle with "
-        f"{silent['files wrong without an error in diffusers']}; difflora is right with "
-        f"{silent['files right in difflora']}. Of {refused_there['files']} files of {refused_there['rows']} sorts that "
-        f"it refuses, difflora loads {refused_there['files right in difflora']} rightly and refuses "
-        f"{refused_there['files'] - refused_there['files right in difflora']}, which holds no adapter "
-        "(`tests/test_peers.py`)."
+    names = (
+        f"\nThe {len(record['layouts'])} layouts: {', '.join(record['layouts'])} (`peft` by its names and config; the "
+        f"kinds that PEFT spells in its own way are below). The {len(record['kinds'])} kinds: "
+        f"{'; '.join(record['kinds'])}."
     )
-    kinds = f"\nThe {len(record['kinds'])} kinds: {', '.join(record['kinds'])}."
     return (
-        "\n".join([*lines, *said, kinds, compared, "\nRefused by name, in every family and layout:\n", *refused]) + "\n"
+        "\n".join([*lines, names, *said, _peers(), "\nRefused by name, in every family and layout:\n", *refused]) + "\n"
+    )
+
+
+def _lost(record: Any, family: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """(layout, kinds that do not load there) of a family."""
+    return tuple(
+        (layout, tuple(kind for kind in record["kinds"] if f"{family}, {layout}, {kind}" in record["refused"]))
+        for layout in record["layouts"]
+    )
+
+
+def _grouped(pattern: Iterable[tuple[str, tuple[str, ...]]]) -> dict[tuple[str, ...], list[str]]:
+    found: dict[tuple[str, ...], list[str]] = {}
+    for layout, kinds in pattern:
+        found.setdefault(kinds, []).append(layout)
+    return found
+
+
+def _peers() -> str:
+    peers = read("tests/peers.json")
+    silent, refused = peers["counts"]["silent"], peers["counts"]["refused"]
+    files, right = silent["files"], silent["files right in diffusers"]
+    wrong = silent["files wrong without an error in diffusers"]
+    lost = refused["files"] - refused["files right in difflora"]
+    return (
+        f"\nMeasured beside diffusers {peers['versions']['diffusers']} on tiny models of every family "
+        "(`tests/test_peers.py`):\n\n"
+        "| files | diffusers | difflora |\n|---|---|---|\n"
+        f"| {files} files of {silent['rows']} sorts that diffusers is known to misread | {right} right, {wrong} wrong "
+        f"or without effect and no error, {files - right - wrong} refused | "
+        f"{silent['files right in difflora']} right |\n"
+        f"| {refused['files']} files of {refused['rows']} sorts that diffusers refuses | {refused['files']} refused | "
+        f"{refused['files right in difflora']} right, {lost} refused: it holds no adapter |"
     )
 
 

@@ -1,6 +1,6 @@
 """Kernel mode on a whole denoiser with random weights: base, diffusers + PEFT and difflora in one process.
 
-    python tests/benchmarks/transformer.py OUT.json [eager] [compiled] [batch] [changes]
+    python tests/benchmarks/transformer.py OUT.json [eager] [compiled] [batch] [changes] [merged]
 
 FLUX.1-dev's shape from its published config, bf16, adapters on all 494 linear layers of the blocks.  Outputs are
 compared with an fp32 model whose weights hold the adapters before anything is timed; times are medians of CUDA events.
@@ -8,6 +8,7 @@ compared with an fp32 model whose weights hold the adapters before anything is t
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import sys
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 import difflora
 from difflora import linear, ranks, surface
 from difflora.deltas import LowRank
+from difflora.kernels import merging
 from difflora.ranks import Part
 
 # black-forest-labs/FLUX.1-dev, transformer/config.json
@@ -261,6 +263,73 @@ def changes(record: dict[str, Any]) -> None:
     say(record, "peft load r=64")
 
 
+def merged(record: dict[str, Any]) -> None:
+    """Switching merged weights: the kernel at several tile sizes beside a copy of the bytes, and the whole call."""
+    transformer = model()
+    modules = list(layers(transformer).items())
+    bases = [module.weight.detach().clone() for _, module in modules]
+    size = sum(base.numel() * 2 for base in bases)
+    record["bytes of the weights"] = size
+    weights = [module.weight for _, module in modules]
+    record["copy limit"] = timed(functools.partial(torch._foreach_copy_, weights, bases))
+    say(record, "copy limit", f"{2 * size / record['copy limit'] / 1e9:.2f} TB/s")
+    for name, sizes in {"r=16": (16,), "r=64": (64,), "r=128": (128,), "r=16+64+32": (16, 64, 32)}.items():
+        adapters = [adapter(transformer, rank, n) for n, rank in enumerate(sizes)]
+        jobs = [
+            merging.Job(
+                module.weight.data,
+                base,
+                tuple(
+                    merging.Part(
+                        *(one[f"transformer.{path}.lora_{x}.weight"] for x in "AB"), 0, module.out_features, 0.5
+                    )
+                    for one in adapters
+                ),
+            )
+            for (path, module), base in zip(modules, bases, strict=True)
+        ]
+        merging.merge(jobs)
+        for n in (0, 40, 200):
+            wide = bases[n].float()
+            for part in jobs[n].parts:
+                wide = wide + 0.5 * part.b.float() @ part.a.float()
+            usual = 2 * float((wide.bfloat16().float() - wide).norm())
+            assert float((jobs[n].weight.float() - wide).norm()) <= usual, (name, n)
+        for config in CONFIGS if len(sizes) == 1 and sizes[0] <= 64 else MORE:
+            try:
+                record[f"merge {name} {config}"] = _replayed(jobs, config)
+            except Exception as error:
+                record[f"merge {name} {config}"] = 1e9
+                print(config, str(error)[:100])
+        best = min((v, k) for k, v in record.items() if k.startswith(f"merge {name} "))
+        record[f"merge {name}"] = _replayed(jobs, ())
+        record[f"merge {name} over the copy"] = record[f"merge {name}"] / record["copy limit"]
+        say(record, f"merge {name}", f"{record[f'merge {name} over the copy']:.2f} x copy, best {best}")
+        del jobs, adapters
+        torch.cuda.empty_cache()
+    del bases
+    pipe = difflora.attach(pipeline(transformer))
+    for n in range(2):
+        pipe.load_lora(adapter(transformer, 64, n), name=f"a{n}", weight=0.0, mode="merged")
+    turns = iter(range(1000))
+    record["set_loras, merged, r=64"] = clocked(lambda: pipe.set_loras({f"a{next(turns) % 2}": 1.0}), 5)
+    say(record, "set_loras, merged, r=64")
+
+
+CONFIGS = (
+    *((128, 64, 64, 3, 8), (128, 64, 64, 4, 8), (128, 128, 64, 3, 8), (128, 64, 64, 2, 4)),
+    *((64, 64, 64, 3, 4), (64, 128, 64, 3, 4), (64, 128, 64, 3, 8), (256, 64, 64, 3, 8)),
+)
+MORE = ((64, 64, 64, 2, 4), (64, 64, 32, 3, 4), (128, 64, 64, 2, 8), (128, 64, 32, 3, 8), (64, 128, 32, 2, 8))
+
+
+def _replayed(jobs: Any, config: tuple[int, ...]) -> float:
+    """Milliseconds of the kernel alone: the tables are made once."""
+    launched: list[Callable[[], Any]] = []
+    merging.merge(jobs, config, launched.append)
+    return timed(lambda: [run() for run in launched])
+
+
 def say(record: dict[str, Any], name: str, *more: str) -> None:
     print(f"{name:40s} {record[name]:9.3f} ms", *more, flush=True)
 
@@ -270,6 +339,7 @@ PARTS = {
     "compiled": lambda record: rows(record, True),
     "batch": batch,
     "changes": changes,
+    "merged": merged,
 }
 
 

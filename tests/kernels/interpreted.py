@@ -1,12 +1,14 @@
-"""The kernels against fp32, run by Triton's interpreter on a CPU: `test_interpreted` starts this in its own process.
+"""The kernels against fp32.
 
-The interpreter knows no bfloat16 products; fp16 and fp32 stand for all.  Every output is poisoned beforehand and lies
-between guard zones that must stay as they are.
+`test_interpreted` runs this in a process of its own, in Triton's interpreter on a CPU, `test_gpu_kernels` on a GPU
+(DIFFLORA_DEVICE=cuda).  The interpreter knows no bfloat16 products; fp16 and fp32 stand for all there.  Every output is
+poisoned beforehand and lies between guard zones that must stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -15,10 +17,18 @@ from torch.nn import functional as F
 
 from difflora import ranks
 from difflora.deltas import LowRank
-from difflora.kernels import launch, ops, reference
+from difflora.kernels import launch, merging, ops, reference
 from difflora.ranks import Arena, Part, Shape
 
 POISON = 1e30
+DEVICE = torch.device(os.environ.get("DIFFLORA_DEVICE", "cpu"))
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+
+
+@pytest.fixture(autouse=True)
+def _here() -> Iterator[None]:
+    with torch.device(DEVICE), torch.no_grad():
+        yield
 
 
 def part(rank: int, cols: int, start: int, stop: int, scale: float) -> Part:
@@ -27,7 +37,7 @@ def part(rank: int, cols: int, start: int, stop: int, scale: float) -> Part:
 
 
 def room(sets: Sequence[Sequence[Part]], rows: int, cols: int, dtype: torch.dtype) -> Arena:
-    shape = Shape("bank", rows, cols, dtype, torch.device("cpu"))
+    shape = Shape("bank", rows, cols, dtype, DEVICE)
     made = ranks.arena({"site": shape}, 24, len(sets), 8)
     made.fill({"site": sets})
     return made
@@ -83,7 +93,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_all_kernels(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -131,7 +141,7 @@ def test_all_kernels(name: str, dtype: torch.dtype) -> None:
 
 def test_a_product_is_kept_for_siblings_and_for_no_other_input() -> None:
     torch.manual_seed(0)
-    shape = Shape("bank", 32, 16, torch.float32, torch.device("cpu"))
+    shape = Shape("bank", 32, 16, torch.float32, DEVICE)
     made = ranks.arena({"q": shape, "k": shape}, 4, 1, 1)
     made.fill({"q": [[part(3, 16, 0, 32, 1.0)]], "k": [[part(5, 16, 0, 32, 1.0)]]})
     bank, x = made.banks["bank"], torch.randn(4, 16)
@@ -142,3 +152,55 @@ def test_a_product_is_kept_for_siblings_and_for_no_other_input() -> None:
     assert again is not first
     x.add_(1.0)
     assert bank.product(x, made.samples) is not again, "the input was written to"
+
+
+MERGES = {
+    "one part": (130, 96, [(17, 0, 130, 0.5)]),
+    "one row, 341 columns": (1, 341, [(1, 0, 1, 2.0)]),
+    "rows apart": (70, 64, [(3, 0, 33, -1.0), (70, 33, 70, 0.2), (16, 0, 70, 1.0)]),
+    "many ranks": (40, 48, [(150, 5, 40, 0.3)]),
+}
+
+
+@pytest.mark.parametrize("factors", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merging(dtype: torch.dtype, factors: torch.dtype) -> None:
+    """All weights of a switch in one pass: rounded once, with a checksum of each base."""
+    torch.manual_seed(0)
+    jobs: list[merging.Job] = []
+    wanted: list[Tensor] = []
+    for rows, cols, specs in MERGES.values():
+        weight, _ = guarded(rows, cols, dtype)
+        base, total, parts = torch.randn(rows, cols).to(dtype), torch.zeros(rows, cols, dtype=torch.float64), []
+        for rank, start, stop, scale in specs:
+            a, b = torch.randn(rank, cols) / 8, torch.randn(stop - start, rank)
+            # The last kind of factor differs from the others: both are widened then.
+            a, b = a.to(factors), b.to(factors if rank != 16 else torch.float32)
+            parts.append(merging.Part(a, b, start, stop, scale))
+            total[start:stop] += scale * b.double() @ a.double()
+        jobs.append(merging.Job(weight, base, tuple(parts)))
+        wanted.append(base.double() + total)
+    told = merging.merge(jobs, (32, 32, 16, 1, 4) if DEVICE.type == "cpu" else ())
+    for job, exact, name in zip(jobs, wanted, MERGES, strict=True):
+        once = exact.to(dtype).double() - exact
+        error = float((job.weight.double() - exact).norm())
+        assert error <= 1.05 * float(once.norm()) + 2e-6 * float(exact.norm()), name
+    assert told.flags.tolist() == [0] * len(jobs)
+    assert told.sums.tolist() == [merging.checksum(job.base) for job in jobs]
+
+
+def test_merging_again_gives_the_same_bits_and_raises_a_flag_for_what_overflows() -> None:
+    torch.manual_seed(0)
+    base = torch.randn(64, 64).to(torch.float16)
+    base[3, 5] = float("inf")
+    a, b = torch.randn(8, 64).half(), torch.randn(64, 8).half()
+    config = (32, 32, 16, 1, 4) if DEVICE.type == "cpu" else ()
+    for scale, flag in ((1.0, 0), (1e6, 1), (1.0, 0)):
+        weights = [torch.full_like(base, 7.0) for _ in range(2)]
+        jobs = [merging.Job(weight, base, (merging.Part(a, b, 0, 64, scale),)) for weight in weights]
+        told = [merging.merge([job], config) for job in jobs]
+        assert torch.equal(weights[0].view(torch.int16), weights[1].view(torch.int16))
+        assert [int(one.flags[0]) for one in told] == [flag, flag]
+    changed = base.clone()
+    changed[7, 7] += 1
+    assert merging.checksum(changed) != merging.checksum(base)

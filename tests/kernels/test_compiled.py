@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from difflora.kernels import lowrank  # noqa: E402
+from difflora.kernels import lowrank, merging  # noqa: E402
 
 TARGETS = {
     **{f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 86, 89, 90, 100)},
@@ -84,3 +84,26 @@ def test_loads_are_wide_whatever_the_tables_say() -> None:
     assert "st.global.v4.b32" in text
     assert "ld.global.b16" not in text
     assert text.count("ld.global.v4.b32") >= 3
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("short", [True, False])
+def test_merging(target: str, short: bool) -> None:
+    import triton.language as tl
+
+    function = merging.merge_kernel
+    constants = {
+        **{"W": tl.bfloat16, "F": tl.bfloat16, "BITS": tl.int16, "BM": 64, "BN": 64, "BR": 32, "STAGES": 2},
+        **{"SHORT": short, "EVEN": True, "PRECISION": "ieee"},
+    }
+    types = {"jobs": "*i64", "parts": "*i64", "scales": "*fp32", "owners": "*i32", "flags": "*i32", "sums": "*i32"}
+    names = function.arg_names
+    source = ASTSource(
+        fn=function,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+    )
+    kernel = triton.compile(source, target=TARGETS[target], options={"num_warps": 4})
+    assert len(code(kernel)) > 1000
+    if target == "sm_90":
+        assert "st.global.v4.b32" in kernel.asm["ptx"], "16 bytes at once"
