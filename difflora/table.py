@@ -51,12 +51,8 @@ def table(engine: Engine) -> LoraTable:
     with engine.lock:
         active = {name: _shown(given) for name, given in engine.active.items}
         fused = {one.name: one.held for held in engine.fused.values() for one in held}
-        rows = [
-            _state(name, held, active.get(name), _mode(engine, name, fused)) for name, held in engine.loaded.items()
-        ]
-        # What was unloaded after it was fused still acts.
-        left = [name for name, held in fused.items() if engine.loaded.get(name) is not held]
-        return LoraTable([*rows, *(_state(name, fused[name], None, "fused") for name in left)])
+        loaded = engine.loaded.items()
+        return LoraTable(_state(name, held, active.get(name), _mode(engine, name, fused)) for name, held in loaded)
 
 
 def _mode(engine: Engine, name: str, fused: Mapping[str, Loaded]) -> str:
