@@ -273,7 +273,7 @@ def merged(record: dict[str, Any]) -> None:
     weights = [module.weight for _, module in modules]
     record["copy limit"] = timed(functools.partial(torch._foreach_copy_, weights, bases))
     say(record, "copy limit", f"{2 * size / record['copy limit'] / 1e9:.2f} TB/s")
-    for name, sizes in {"r=16": (16,), "r=64": (64,), "r=128": (128,), "r=16+64+32": (16, 64, 32)}.items():
+    for name, sizes in {"r=64": (64,), "r=16": (16,), "r=128": (128,), "r=16+64+32": (16, 64, 32)}.items():
         adapters = [adapter(transformer, rank, n) for n, rank in enumerate(sizes)]
         jobs = [
             merging.Job(
@@ -317,10 +317,10 @@ def merged(record: dict[str, Any]) -> None:
 
 
 CONFIGS = (
-    *((128, 64, 64, 3, 8), (128, 64, 64, 4, 8), (128, 128, 64, 3, 8), (128, 64, 64, 2, 4)),
-    *((64, 64, 64, 3, 4), (64, 128, 64, 3, 4), (64, 128, 64, 3, 8), (256, 64, 64, 3, 8)),
+    *((128, 64, 64, 3, 8), (128, 128, 64, 3, 8), (128, 64, 64, 2, 4)),
+    *((64, 128, 64, 3, 4), (64, 128, 64, 3, 8), (256, 64, 64, 3, 8)),
 )
-MORE = ((64, 64, 64, 2, 4), (64, 64, 32, 3, 4), (128, 64, 64, 2, 8), (128, 64, 32, 3, 8), (64, 128, 32, 2, 8))
+MORE = ((64, 64, 64, 2, 4), (64, 64, 32, 3, 4), (128, 64, 64, 2, 8), (64, 128, 32, 2, 8))
 
 
 def _replayed(jobs: Any, config: tuple[int, ...]) -> float:
