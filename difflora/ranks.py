@@ -145,7 +145,7 @@ class _Tables:
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> _Tables:
-        host = torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+        host = torch.zeros(*shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
         return cls(host, torch.zeros(*shape, dtype=dtype, device=device), host.numpy())
 
 

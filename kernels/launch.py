@@ -1,13 +1,10 @@
-"""How the kernels of `lowrank` are launched: tile sizes by shape, and whether the terms go into the GEMM."""
+"""How the kernels of `lowrank` are launched, with tile sizes by shape."""
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from difflora.kernels import facts, lowrank
 from difflora.kernels.reference import RANKS
@@ -67,44 +64,3 @@ def expand(
 
 def _expand_config(rows: int, size: int) -> tuple[int, ...]:
     return 64 if rows > 256 else 16, 64, 64 if size == 2 else 16, 1, 4, 1
-
-
-def gemm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, t: Tensor, b: Tensor, entries: Tensor, scales: Tensor,
-    counts: Tensor, samples: Tensor, config: tuple[int, ...],
-) -> Tensor | None:  # fmt: skip
-    """x W^T + bias and the terms in one kernel, rounded once: [..., out]; None where the copy engine cannot read it."""
-    rows, (cols, depth) = x.numel() // x.shape[-1], weight.shape
-    if not _fits(x, weight, cols, depth):
-        return None
-    high, wide, deep, ranks, group, stages, warps, flat = config
-    flat_x = x.reshape(-1, depth)
-    y = torch.empty(rows, cols, dtype=x.dtype, device=x.device)
-    count = facts.tiles(samples, rows, high)
-    programs = min(_processors(x.device), count * triton.cdiv(cols, wide))
-    lowrank.gemm[(programs,)](
-        TensorDescriptor(flat_x, [rows, depth], [flat_x.stride(0), 1], [high, deep]),
-        TensorDescriptor(weight, [cols, depth], [weight.stride(0), 1], [wide, deep]),
-        TensorDescriptor(y, [rows, cols], [cols, 1], [high, wide]),
-        y, y if bias is None else bias, t, b, entries, scales, counts, samples, rows, cols, depth, entries.shape[1],
-        t.stride(0), count,
-        BM=high, BN=wide, BK=deep, BR=ranks, GROUP=group, STAGES=stages, BIAS=bias is not None, PROGRAMS=programs,
-        FLAT=bool(flat), PRECISION=_precision(x.dtype), num_warps=warps,
-    )  # fmt: skip
-    return y.view(*x.shape[:-1], cols)
-
-
-def _fits(x: Tensor, weight: Tensor, cols: int, depth: int) -> bool:
-    """Whether the copy engine can read both: rows of whole 16-byte pieces."""
-    return (
-        x.dtype == weight.dtype
-        and x.stride(-1) == 1 == weight.stride(1)
-        and not any(size * x.element_size() % 16 for size in (cols, depth, weight.stride(0)))
-        and not any(tensor.data_ptr() % 16 for tensor in (x, weight))
-    )
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    # The interpreter runs one program after the other.
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 2

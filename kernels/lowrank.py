@@ -1,7 +1,8 @@
-"""Kernel mode's Triton kernels: t = x A^T for mixed batches, y += (t * scale) B^T in place, and a GEMM that adds both.
+"""Kernel mode's Triton kernels, for batches with several sets of adapters and for captured graphs.
 
-Floors on an H200 (4.26 TB/s, 740 TFLOP/s bf16), M = 4608, K = N = 3072, r = 64, microseconds: t 6.7 (x is read once;
-less from L2), y += 13.3 (y is read and written once), the GEMM 117, of which 64 more ranks are 2 %.
+t = x A^T, and y += (t * scale) B^T in place.  Floors on an H200 (4.26 TB/s), M = 4608, K = N = 3072, r = 64,
+microseconds: t 6.7 (x is read once; less from L2), y += 13.3 (y is read and written once).  docs/performance.md says
+what was tried.
 
 Ranks come in blocks of 16; `reference` says what the numbers of an entry are.  The rows of an input are those of S
 samples in equal runs.  A tile belongs to one sample, whose request says what acts on it: what is absent is neither
@@ -53,16 +54,16 @@ def shrink(
 
 
 @triton.jit
-def _chunk(t, b, entry, at, m, here, n, first, last, have, ranks, BR: tl.constexpr):
+def _chunk(t, b, entry, at, m, here, n, first, last, ranks, BR: tl.constexpr):
     """(t [rows, BR], b [BR, cols]) of ranks [at, at + BR) of one entry; zeros where it has none, or other rows."""
-    column = tl.load(entry, mask=have, other=0)
-    place = tl.load(entry + 1, mask=have, other=0)
+    column = tl.load(entry)
+    place = tl.load(entry + 1)
     # Every b begins where its address and its first row agree modulo 8, and is zero up to the next such rows: bounds
     # that are multiples of 8 and 16 let loads be 16 bytes wide.
-    start = tl.load(entry + 2, mask=have, other=0) // 8 * 8
-    stop = (tl.load(entry + 3, mask=have, other=0) + 7) // 8 * 8
-    stride = tl.load(entry + 4, mask=have, other=0)
-    rank = tl.load(entry + 5, mask=have, other=0) // 16 * 16
+    start = tl.load(entry + 2) // 8 * 8
+    stop = (tl.load(entry + 3) + 7) // 8 * 8
+    stride = tl.load(entry + 4)
+    rank = tl.load(entry + 5) // 16 * 16
     rank = tl.where((start < last) & (stop > first), rank, rank * 0)
     r = at + tl.arange(0, BR)
     ts = tl.load(
@@ -104,7 +105,7 @@ def _rest(
         if (start < last) & (stop > first):
             scale = tl.load(scales + number)
             for at in range(tl.where(number == 0, begin, 0), tl.load(entry + 5), BR):
-                ts, bs = _chunk(t, b, entry, at, m, here, n, first, last, True, ranks, BR)
+                ts, bs = _chunk(t, b, entry, at, m, here, n, first, last, ranks, BR)
                 total = _add(total, ts, bs, scale, PRECISION)
     return total
 
@@ -137,45 +138,8 @@ def expand(
         out = y + m[:, None].to(tl.int64) * y_stride + n[None, :]
         mask = here[:, None] & (n < cols)[None, :]
         before = tl.load(out, mask, 0.0)
-        ts, bs = _chunk(t, b, mine, 0, m, here, n, left, left + BN, True, ranks, BR)
+        ts, bs = _chunk(t, b, mine, 0, m, here, n, left, left + BN, ranks, BR)
         total = _add(before.to(tl.float32), ts, bs, scale, PRECISION)
         if not SHORT:
             total = _rest(total, t, b, mine, weights, count, BR, m, here, n, left, left + BN, ranks, BR, PRECISION)
         tl.store(out, total.to(y.dtype.element_ty), mask)
-
-
-@triton.jit
-def gemm(
-    xd, wd, yd, y, bias, t, b, entries, scales, counts, samples, rows, cols, depth, parts, ranks, tiles_m,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-    BIAS: tl.constexpr, PROGRAMS: tl.constexpr, FLAT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """y = x W^T + bias + (t * scale) b^T, rounded once: a GEMM that goes on over the ranks.  W is [cols, depth]."""
-    tiles_n = tl.cdiv(cols, BN)
-    group = GROUP * tiles_n
-    steps = tl.cdiv(depth, BK)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLAT):
-        top = (tile // group) * GROUP
-        high = tl.minimum(tiles_m - top, GROUP)
-        request, first, stop = _tile(samples, rows, top + (tile % group) % high, BM)
-        left = ((tile % group) // high) * BN
-        m = first + tl.arange(0, BM)
-        here = m < stop
-        n = left + tl.arange(0, BN)
-        count = tl.load(counts + request)
-        mine, weights = entries + request * parts * 6, scales + request * parts
-        # Asked for before the long loop, used after it: nothing waits for memory.
-        ts, bs = _chunk(t, b, mine, 0, m, here, n, left, left + BN, count > 0, ranks, BR)
-        scale = tl.load(weights, mask=count > 0, other=0.0)
-        total = tl.zeros((BM, BN), tl.float32)
-        for step in tl.range(0, steps, num_stages=STAGES):
-            total = tl.dot(xd.load([first, step * BK]), wd.load([left, step * BK]).T, total, input_precision=PRECISION)
-        total = _add(total, ts, bs, scale, PRECISION)
-        total = _rest(total, t, b, mine, weights, count, BR, m, here, n, left, left + BN, ranks, BR, PRECISION)
-        if BIAS:
-            total += tl.load(bias + n, n < cols, 0.0).to(tl.float32)[None, :]
-        if first + BM <= stop:
-            yd.store([first, left], total.to(y.dtype.element_ty))
-        else:
-            out = y + m[:, None].to(tl.int64) * cols + n[None, :]
-            tl.store(out, total.to(y.dtype.element_ty), here[:, None] & (n < cols)[None, :])

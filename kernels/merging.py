@@ -213,7 +213,7 @@ def _config(size: int, factor: int, most: int, short: bool) -> tuple[int, ...]:
     if factor == 4 or size == 4:
         return 64, 64, min(deep, 32), 2, 4
     # Beyond one product a tile, larger ones run out of registers.
-    return (128, 64, deep, 3, 8) if short else (64, 64, deep, 2, 4)
+    return (128, 64, deep, 2, 4) if short else (64, 64, deep, 2, 4)
 
 
 def _tables(jobs: Sequence[Job], high: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,7 +1,8 @@
-"""Kernel mode as operations of torch: opaque to compilers, safe to capture, and a plan for each shape behind them.
+"""Kernel mode as operations of torch: opaque to compilers and safe to capture.
 
 The tables that an operation reads are device tensors, so a captured graph follows every change of adapters.  Outside a
-capture, what the host knows of them (`facts`) chooses the cheapest way.
+capture, the host knows what they hold (`facts`): where one set of adapters acts on all rows, two products of cuBLAS
+are as fast as any kernel that was tried (docs/performance.md), and take the host the least time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from difflora.kernels import facts, plan, reference
+from difflora.kernels import facts, reference
 
 
 def kernels_for(device: torch.device) -> bool:
@@ -49,37 +50,19 @@ def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, t: Tensor,
     b: Tensor, entries: Tensor, scales: Tensor, counts: Tensor, samples: Tensor,
 ) -> Tensor:  # fmt: skip
-    runs = facts.runs(entries, samples)
-    if runs is None or not x.is_cuda:
-        y = F.linear(x, weight, bias)
-        _add(y, t, runs, b, entries, scales, counts, samples)
-        return y
-    step = plan.step(weight, x.numel() // x.shape[-1], runs)
-    if step.kernel == "gemm" and _has_triton():
-        from difflora.kernels import launch
-
-        made = launch.gemm(x, weight, bias, t, b, entries, scales, counts, samples, step.config)
-        if made is not None:
-            return made
     y = F.linear(x, weight, bias)
-    _add(y, t, runs, b, entries, scales, counts, samples)
+    _expand(y, t, b, entries, scales, counts, samples)
     return y
 
 
 def _expand(y: Tensor, t: Tensor, b: Tensor, entries: Tensor, scales: Tensor, counts: Tensor, samples: Tensor) -> None:
-    _add(y, t, facts.runs(entries, samples), b, entries, scales, counts, samples)
-
-
-def _add(
-    y: Tensor, t: Tensor, runs: tuple[facts.Run, ...] | None,
-    b: Tensor, entries: Tensor, scales: Tensor, counts: Tensor, samples: Tensor,
-) -> None:  # fmt: skip
+    """`reference.expand` in place."""
     flat = y.view(-1, y.shape[-1])
-    there = kernels_for(y.device)
-    if runs is not None and y.dtype == b.dtype and not (there and plan.wide(flat.shape[0], flat.shape[1], runs)):
+    runs = facts.runs(entries, samples)
+    if runs is not None and y.dtype == b.dtype:
         for run in runs:
             _product(flat, t, run)
-    elif there:
+    elif kernels_for(y.device):
         from difflora.kernels import launch
 
         launch.expand(flat, t, b, entries, scales, counts, samples)

@@ -66,17 +66,6 @@ def test_expand(target: str, dtype: str, single: bool) -> None:
     assert len(code(compiled(lowrank.expand, target, dtype, tiles, {}))) > 1000
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_gemm(target: str) -> None:
-    tiles = {
-        **{"BM": 64, "BN": 64, "BK": 32, "BR": 32, "GROUP": 8, "STAGES": 2},
-        **{"BIAS": True, "PROGRAMS": 4, "FLAT": False, "PRECISION": "ieee"},
-    }
-    blocks = {"xd": (64, 32), "wd": (64, 32), "yd": (64, 64)}
-    descriptors = {name: f"tensordesc<bf16[{rows}, {cols}]>" for name, (rows, cols) in blocks.items()}
-    assert len(code(compiled(lowrank.gemm, target, "bf16", tiles, descriptors))) > 1000
-
-
 def test_loads_are_wide_whatever_the_tables_say() -> None:
     """Row ranges and ranks are read from tables, which must not turn 16-byte loads into single numbers."""
     tiles = {"BM": 64, "BN": 64, "BR": 64, "TILES": 1, "STAGES": 1, "SINGLE": True, "SHORT": True, "PRECISION": "ieee"}
