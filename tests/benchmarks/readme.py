@@ -68,7 +68,7 @@ def _on_a_gpu() -> list[tuple[str, str, str]]:
         ("8 images with 8 adapters in one batch", f"{full['difflora batch 8 over']:+.1%}", "≤ +7 %"),
         (
             "`set_loras`, merged, all 494 layers at r=64",
-            f"{full['set_loras, merged, r=64']:.0f} ms, of which the GPU {full['merge r=64 (128, 64, 64, 2, 4)']:.1f} ms",
+            f"{full['set_loras, merged, r=64']:.0f} ms, of it {full['merge r=64 (128, 64, 64, 2, 4)']:.1f} on the GPU",
             "14 ms",
         ),
         (
