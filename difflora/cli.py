@@ -168,5 +168,5 @@ def main() -> None:
     try:
         app()
     except DiffLoRAError as error:
-        typer.echo(f"difflora: {_as_options(str(error))}", err=True)
+        typer.echo(screen.visible(f"difflora: {_as_options(str(error))}"), err=True)
         sys.exit(1)

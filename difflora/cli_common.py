@@ -77,6 +77,6 @@ def store(
 def tell(said: Mapping[str, Any], as_json: bool, plain: str, dry_run: bool) -> None:
     """Print what was done, on stdout."""
     if as_json:
-        typer.echo(json.dumps(said, indent=2, ensure_ascii=False, allow_nan=False))
+        typer.echo(json.dumps(said, indent=2, allow_nan=False))
     else:
-        screen.out.print(plain + ("\nnothing was written (--dry-run)" if dry_run else ""), soft_wrap=True)
+        screen.out.print(screen.visible(plain) + ("\nnothing was written (--dry-run)" * dry_run), soft_wrap=True)

@@ -44,7 +44,7 @@ def verify(
         lines = [f"problem: {text}" for text in found.problems] + [f"remark: {text}" for text in found.remarks]
         head = f"{found.source}: {found.layout or 'unreadable'}, family {found.family or 'unknown'}, "
         head += f"{found.tensors} tensors in {found.modules} modules, {'sound' if found.ok else 'not sound'}"
-        screen.out.print("\n".join([head, *lines]), soft_wrap=True)
+        screen.out.print(screen.visible("\n".join([head, *lines])), soft_wrap=True)
     if not found.ok:
         raise typer.Exit(1)
 
@@ -74,8 +74,10 @@ def meta_get(
     if key is not None and key not in found:
         raise DiffLoRAError(f"{file} has no metadata {key!r}; it has {some(sorted(found)) or 'none'}.")
     found = found if key is None else {key: found[key]}
-    plain = found[key] if key is not None else "\n".join(f"{name}={text}" for name, text in found.items())
-    typer.echo(json.dumps(found, indent=2, ensure_ascii=False) if as_json else plain)
+    # One value is for programs and printed as it is; a list is for people, one line each.
+    lines = (f"{name}={text}".replace("\n", "\\n") for name, text in found.items())
+    plain = found[key] if key is not None else screen.visible("\n".join(lines))
+    typer.echo(json.dumps(found, indent=2) if as_json else plain)
 
 
 @meta.command(name="set")

@@ -13,7 +13,7 @@ import typer
 
 from difflora import __version__
 from difflora.formats.errors import DiffLoRAError, some
-from difflora.screen import bar, log, out
+from difflora.screen import bar, log, out, visible
 
 if TYPE_CHECKING:
     import torch
@@ -116,7 +116,7 @@ def split_weight(spec: str) -> tuple[str, float]:
             raise DiffLoRAError(f"{spec}: {text!r} is no number; expected NAME_OR_PATH[:WEIGHT].") from None
         return spec, 1.0
     if not source or not math.isfinite(weight):
-        raise DiffLoRAError(f"--lora {spec}: expected NAME_OR_PATH[:WEIGHT] with a finite number.")
+        raise DiffLoRAError(f"{spec}: expected NAME_OR_PATH[:WEIGHT] with a finite number.")
     return source, weight
 
 
@@ -139,7 +139,7 @@ def load_asked(
     found = []
     for one in asked:
         report = pipe.load_lora(one.source, weight=one.weight, name=one.name, strict=strict, folders=folders)
-        log.print(str(report))
+        log.print(visible(str(report)))
         found.append((one, report))
     resolve, (_, tags) = engine_of(pipe).resolve, parse(request.prompt)
     applied = []

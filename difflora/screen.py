@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -14,6 +15,9 @@ from difflora.formats.errors import some
 if TYPE_CHECKING:
     from difflora.tools import Inspection
     from difflora.types import LoadReport
+
+# What moves a cursor, sets a title or turns text around: files hold any text, and a terminal would obey it.
+_ACTING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 out = Console(markup=False, highlight=False)
 log = Console(stderr=True, markup=False, highlight=False)
@@ -30,13 +34,18 @@ def bar(total: int, unit: str) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
+def visible(text: str) -> str:
+    """The text with control characters, line breaks and tabs aside, written as in Python: `\\x1b`."""
+    return _ACTING.sub(lambda found: repr(found.group())[1:-1], text)
+
+
 def reports(loaded: Sequence[LoadReport]) -> Table:
     table = Table("adapter", "layout", "family", "kinds", "rank", "matched", "unmatched")
     for one in loaded:
         kinds = ", ".join(f"{count} {kind}" for kind, count in one.kinds.items())
         ranks = ", ".join(map(str, one.ranks))
         matched = f"{len(one.matched)}", f"{len(one.unmatched)}"
-        table.add_row(one.name, one.layout, one.family or "?", kinds, ranks, *matched)
+        table.add_row(visible(one.name), one.layout, one.family or "?", kinds, ranks, *matched)
     return table
 
 
@@ -46,7 +55,7 @@ def show(found: Inspection) -> None:
         table.add_row(name, value)
     norms = Table(Column("block", overflow="fold"), "norm of the change at strength 1")
     for block, norm in found.norms.items():
-        norms.add_row(block, f"{norm:.4g}")
+        norms.add_row(visible(block), f"{norm:.4g}")
     out.print(table, norms)
 
 
@@ -79,4 +88,4 @@ def _properties(found: Inspection) -> list[tuple[str, str]]:
         ),
         *(("note", note) for note in found.notes),
     ]
-    return [(name, value) for name, value in rows if value]
+    return [(visible(name), visible(value)) for name, value in rows if value]

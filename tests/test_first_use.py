@@ -194,3 +194,20 @@ def test_several_are_unloaded_by_name(flux: Any) -> None:
     with pytest.raises(DiffLoRAError, match="no adapter is called 'x'"):
         pipe.unload_loras("two", "x")
     assert json.dumps([row.name for row in pipe.loras]) == '["two"]'
+
+
+def test_a_terminal_obeys_no_text_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    save_file(flux(), file, {"ss_output_name": "\x1b]0;title\x07", "b": "one\ntwo\x9b31m\u202e"})
+    for command in (["inspect"], ["verify"], ["meta", "get"], ["convert", "--to", "peft", "--dry-run"]):
+        target = [str(tmp_path / "y")] if command[0] == "convert" else []
+        done = RUN.invoke(
+            app,
+            [command[0], *command[1:2], str(file), *target, *command[2:]]
+            if command[0] == "meta"
+            else [command[0], str(file), *target, *command[1:]],
+        )
+        assert done.exit_code == 0, done.output
+        assert not set("\x1b\x07\x9b\u202e") & set(done.output)
+    one = RUN.invoke(app, ["meta", "get", str(file), "b"])
+    assert one.output == "one\ntwo\x9b31m\u202e\n"
