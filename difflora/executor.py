@@ -220,6 +220,7 @@ class Executor:
             raise DiffLoRAError(f"the weight of {'.'.join(place)} cannot be written any more.")
         return held
 
+    @torch.inference_mode(False)
     def reserve(self, blocks: int) -> None:
         """Keep room for so many blocks of 16 ranks on every linear layer of the denoisers, and keep them patched."""
         before = self.reserved

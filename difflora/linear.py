@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,8 +89,10 @@ class State:
         held = (self.original, self.rows, self.rest, self.terms, self.site, self.parts, self.spare, self.plain)
         return State(*copy.deepcopy(held, memo))
 
-    def __reduce__(self) -> NoReturn:
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # A bound method unpickles by name, as the class's own forward: the adapters would be gone without a word.
+        if not self.terms.made and not (self.site is not None and self.site.busy):
+            return type(None), ()
         raise DiffLoRAError(
             "adapters act beside the weights of this model, and a pickle cannot hold them. Unload them first, or load "
             "them with mode='merged'."

@@ -66,7 +66,9 @@ def merged(loaded: difflora.Adapter, strength: float, dtype: torch.dtype) -> dic
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["LoRA", "LoKr", "DoRA", "DoRA by input", "OFT", "OFT v2", "set", "LoRA bias"])
+@pytest.mark.parametrize(
+    "kind", ["LoRA", "LoKr", "DoRA", "DoRA by input", "OFT", "OFT v2", "replaced weights", "LoRA bias"]
+)
 def test_a_single_file_by_the_familys_own_names(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     base = tiny.flux_pipeline().to(dtype).transformer.state_dict()
     save_file(native(base), tmp_path / "base.safetensors", {"modelspec.title": "tiny", "modelspec.hash_sha256": "0x1"})

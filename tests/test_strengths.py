@@ -12,7 +12,7 @@ import torch
 import difflora
 
 Q = "transformer_blocks.0.attn.to_q"
-ADDITIVE = {"LoRA", "LoHa", "LoKr", "full, bias", "LoRA bias"}
+ADDITIVE = {"LoRA", "LoHa", "LoKr", "differences of weights and biases", "LoRA bias"}
 
 
 def tensors(kind: str) -> dict[str, torch.Tensor]:
@@ -43,8 +43,8 @@ def test_one_kind_at_any_strength(kind: str, strength: float) -> None:
     assert all(torch.equal(value, base[key]) for key, value in pipe.transformer.state_dict().items())
 
 
-@pytest.mark.parametrize("other", ["LoRA", "DoRA", "IA3", "OFT v2", "set"])
-@pytest.mark.parametrize("kind", ["LoKr", "DoRA by input", "GLoRA", "BOFT", "full, bias"])
+@pytest.mark.parametrize("other", ["LoRA", "DoRA", "IA3", "OFT v2", "replaced weights"])
+@pytest.mark.parametrize("kind", ["LoKr", "DoRA by input", "GLoRA", "BOFT", "differences of weights and biases"])
 def test_two_kinds_on_one_weight_both_start_from_the_base(kind: str, other: str) -> None:
     found: list[Any] = []
     for order in ((kind, other), (other, kind)):

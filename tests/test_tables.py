@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -219,3 +220,22 @@ def test_the_operations_tell_compilers_the_truth() -> None:
     weight, bias = torch.randn(40, 24), torch.randn(40)
     torch.library.opcheck(ops.WITH_GRADIENT.linear, (x, weight, bias, t, *tables), test_utils=checks)
     torch.library.opcheck(ops.TRACED.expand_, (torch.randn(10, 40), t, *tables), test_utils=checks)
+
+
+def test_reserved_room_is_ordinary_memory_under_inference_mode() -> None:
+    with torch.inference_mode():
+        pipe = difflora.attach(tiny.flux_pipeline(), max_rank=64)
+    pipe.load_lora(adapter(pipe.transformer, 4, 0), mode="kernel")
+    room = surface.engine_behind(pipe).executor.rooms["transformer"]
+    assert not any(site.b.is_inference() for site in room.sites.values())
+
+
+def test_a_reserved_pipeline_is_pickled_while_nothing_acts() -> None:
+    pipe = reserved()
+    with torch.no_grad():
+        wanted = pipe.transformer(**inputs(pipe.transformer))[0]
+        copied = pickle.loads(pickle.dumps(pipe.transformer))
+        assert torch.equal(copied(**inputs(copied))[0], wanted)
+    pipe.set_loras({"four": 1.0})
+    with pytest.raises(DiffLoRAError, match="a pickle cannot hold them"):
+        pickle.dumps(pipe.transformer)
