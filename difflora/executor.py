@@ -10,7 +10,7 @@ import torch
 
 from difflora import linear, merge, ranks, targets, weights, widening
 from difflora.formats.errors import DiffLoRAError
-from difflora.kernels import ops
+from difflora.kernels import facts, ops
 from difflora.targets import Target
 from difflora.types import Joint, Mode, Section
 
@@ -148,18 +148,20 @@ class Executor:
                     together[place] = applied, job
                     continue
             self._write(place, applied, site)
-        if together:
-            self._write_together(together)
+        for device in dict.fromkeys(job.weight.device for _, job in together.values()):
+            self._write_together({p: (a, job) for p, (a, job) in together.items() if job.weight.device == device})
 
     def _write_together(self, together: Mapping[Place, tuple[merge.Applied, merging.Job]]) -> None:
-        """What `_write` does, for everything that the kernel has a form for: in one pass over all of it."""
+        """What `_write` does, for everything on one device that the kernel has a form for: in one pass over it."""
         from difflora.kernels import merging
 
         before = {place: self.sites.get(place) for place in together}
         for place, (_, job) in together.items():
             # Entered before they are written: a write that is interrupted is undone from here.
             self.sites[place] = merge.Site(job.base, (), torch.empty(0), ())
-        told = merging.merge([job for _, job in together.values()])
+        jobs = [job for _, job in together.values()]
+        with facts.on(jobs[0].weight.device):
+            told = merging.merge(jobs)
         flags, sums = torch.stack([told.flags, told.sums]).tolist()
         for place, flag, found in zip(together, flags, sums, strict=True):
             site, name = before[place], ".".join(place)

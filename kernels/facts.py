@@ -7,7 +7,9 @@ taken to be full, since what is captured must hold for every later change.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,6 +111,11 @@ def tiles(samples: Tensor, count: int, height: int) -> int:
     if count % len(known):
         raise ValueError(f"an input of {count} rows does not divide into the batch's {len(known)} samples.")
     return len(known) * -(-(count // len(known)) // height)
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Where Triton launches: on the current GPU, whatever its arguments are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def capturing() -> bool:

@@ -31,10 +31,11 @@ def shrink(x: Tensor, a: Tensor, ids: Tensor, counts: Tensor, samples: Tensor, c
     count, cols = x.shape
     high, wide, deep, stages, warps = config or _shrink_config(count, ranks, x.element_size())
     grid = (facts.tiles(samples, count, high), triton.cdiv(ranks, wide))
-    lowrank.shrink[grid](
-        x, a, t, ids, counts, samples, count, cols, x.stride(0), ids.shape[1], a.shape[0],
-        BM=high, BR=wide, BK=deep, STAGES=stages, PRECISION=_precision(x.dtype), num_warps=warps,
-    )  # fmt: skip
+    with facts.on(x.device):
+        lowrank.shrink[grid](
+            x, a, t, ids, counts, samples, count, cols, x.stride(0), ids.shape[1], a.shape[0],
+            BM=high, BR=wide, BK=deep, STAGES=stages, PRECISION=_precision(x.dtype), num_warps=warps,
+        )  # fmt: skip
     return t
 
 
@@ -54,12 +55,13 @@ def expand(
     rows, cols = y.shape
     high, wide, deep, tiles, warps, stages = config or _expand_config(rows, y.element_size())
     grid = (triton.cdiv(cols, wide * tiles), facts.tiles(samples, rows, high))
-    lowrank.expand[grid](
-        y, t, b, entries, scales, counts, samples, rows, cols, y.stride(0), entries.shape[1], t.stride(0),
-        BM=high, BN=wide, BR=deep, TILES=tiles, STAGES=stages, SINGLE=entries.shape[0] == 1,
-        SHORT=site is not None and 0 < site.alone <= deep, PRECISION=_precision(b.dtype), num_warps=warps,
-        num_stages=stages,
-    )  # fmt: skip
+    with facts.on(y.device):
+        lowrank.expand[grid](
+            y, t, b, entries, scales, counts, samples, rows, cols, y.stride(0), entries.shape[1], t.stride(0),
+            BM=high, BN=wide, BR=deep, TILES=tiles, STAGES=stages, SINGLE=entries.shape[0] == 1,
+            SHORT=site is not None and 0 < site.alone <= deep, PRECISION=_precision(b.dtype), num_warps=warps,
+            num_stages=stages,
+        )  # fmt: skip
 
 
 def _expand_config(rows: int, size: int) -> tuple[int, ...]:
