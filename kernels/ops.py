@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +22,20 @@ from difflora.kernels import facts, reference
 
 
 def kernels_for(device: torch.device) -> bool:
-    """Whether the kernels run on this device: it is a GPU that Triton knows."""
-    return device.type == "cuda" and _has_triton()
+    """Whether the kernels run on this device: a GPU from Ampere on, or AMD's, with what Triton needs to compile."""
+    return device.type == "cuda" and _can_compile() and _new_enough(device)
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _can_compile() -> bool:
+    # Triton builds its launchers with the system's C compiler.
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    return importlib.util.find_spec("triton") is not None and compiler is not None
+
+
+@functools.cache
+def _new_enough(device: torch.device) -> bool:
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _shrink(x: Tensor, a: Tensor, ids: Tensor, counts: Tensor, samples: Tensor) -> Tensor:

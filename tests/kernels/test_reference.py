@@ -64,3 +64,20 @@ def test_low_rank(rows: int, width: int, rank: int, dtype: torch.dtype) -> None:
     plain = 0.75 * (x @ a.T) @ b.T
     assert found.dtype == dtype
     assert (found.double() - exact).norm() <= 2 * (plain.double() - exact).norm() + 1e-6 * exact.norm()
+
+
+def test_without_a_compiler_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from difflora.kernels import ops
+
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(ops, "_new_enough", lambda device: True)
+    for name, there in (("gcc", True), ("nothing", False)):
+        ops._can_compile.cache_clear()
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.setattr(
+            ops.shutil, "which", lambda wanted, name=name: f"/usr/bin/{name}" if wanted == name else None
+        )
+        monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: object())
+        assert ops.kernels_for(gpu) is there
+        assert not ops.kernels_for(torch.device("cpu"))
+    ops._can_compile.cache_clear()
